@@ -1,0 +1,101 @@
+"""Who takes how many samples, and from which step on."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_hetckpt.errors import PlanError
+
+
+class StepKey(NamedTuple):
+    """A training batch, counted the same way on every rank; compares in time order."""
+
+    epoch: int
+    batch: int  # within the epoch, from 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The samples that each rank takes out of a global batch, from `start` on.
+
+    Args:
+        shares: samples per rank in a whole global batch; each at least 1.
+        start: the first training batch that is cut this way.
+        reason: why the plan was made, in a few words, for the log.
+        predicted_step_s: the compute seconds that the slowest rank should need, where known.
+    """
+
+    shares: tuple[int, ...]
+    start: StepKey = StepKey(0, 0)
+    reason: str = "even"
+    predicted_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shares or min(self.shares) < 1:
+            raise PlanError(
+                f"a plan needs at least one sample for every rank, found {list(self.shares)}; "
+                "raise the global batch size or use fewer ranks"
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all ranks together in one training batch."""
+        return sum(self.shares)
+
+    def split(self, samples: int) -> tuple[int, ...]:
+        """Share out a batch of `samples`, the last of an epoch included; the parts sum to `samples`.
+
+        A short batch is cut in proportion to the shares, with at least one sample for every
+        rank. Where there are fewer samples than ranks, the first ranks take one each and the
+        others none (they repeat a sample with weight zero).
+        """
+        if samples == self.global_batch_size:
+            return self.shares
+        world = len(self.shares)
+        if samples < world:
+            return tuple(1 if rank < samples else 0 for rank in range(world))
+        spare, whole = samples - world, self.global_batch_size
+        parts = [1 + spare * share // whole for share in self.shares]
+        neediest = sorted(
+            range(world), key=lambda rank: (-(spare * self.shares[rank] % whole), -self.shares[rank], rank)
+        )
+        for rank in neediest[: samples - sum(parts)]:
+            parts[rank] += 1
+        return tuple(parts)
+
+
+class PlanBook:
+    """All plans of a run in the order in which they take effect.
+
+    Every rank holds the same book, so every rank can tell every other rank's part of any
+    step without asking.
+    """
+
+    def __init__(self, first: BatchPlan) -> None:
+        self._plans = [first]
+
+    @property
+    def history(self) -> list[BatchPlan]:
+        """Every plan so far, oldest first."""
+        return list(self._plans)
+
+    @property
+    def latest(self) -> BatchPlan:
+        """The plan that was added last; its start may still lie ahead."""
+        return self._plans[-1]
+
+    def add(self, plan: BatchPlan) -> None:
+        """Let `plan` hold from its start on; it must start after every other plan."""
+        last = self._plans[-1]
+        if plan.start <= last.start or plan.global_batch_size != last.global_batch_size:
+            raise PlanError(
+                f"the plan {plan.shares} from {tuple(plan.start)} cannot follow {last.shares} "
+                f"from {tuple(last.start)}: it must start later and keep the global batch size"
+            )
+        self._plans.append(plan)
+
+    def at(self, step: StepKey) -> BatchPlan:
+        """The plan in force at `step`."""
+        return self._plans[max(bisect_right(self._plans, step, key=lambda plan: plan.start) - 1, 0)]

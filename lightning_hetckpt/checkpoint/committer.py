@@ -1,0 +1,193 @@
+"""The thread in which a save becomes a checkpoint: what was written is reported, decided, published."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from lightning_hetckpt.checkpoint.commit import RankReport, objection
+from lightning_hetckpt.checkpoint.crew import Crew
+from lightning_hetckpt.checkpoint.direct_io import fsync_folder
+from lightning_hetckpt.checkpoint.folders import remove_drive_folder, remove_tree
+from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME
+from lightning_hetckpt.checkpoint.ledger import Ledger, Record
+from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.snapshot import Snapshot
+from lightning_hetckpt.errors import CheckpointError, CommitError, TornSnapshotError
+
+_log = logging.getLogger("lightning_hetckpt")
+_TORN = f"{TornSnapshotError.__name__}: "  # how a report says so
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save as one rank sees it."""
+
+    snapshot: Snapshot
+    crew: Crew
+    serial: int
+    plan: str  # fingerprint
+    drive_folders: tuple[Path, ...]  # made by this rank
+    rank_state: bytes
+    record: Record
+
+
+# Everything that changes what lies under a visible name happens here, in the order in which it was asked for.
+# Guarantees
+#   A save's outcome is the same on every rank of its crew.
+#   A removal comes after every save before it, and not at all if the last of them failed: the old checkpoint
+#   is then the only one.
+# Assumes: no collectives in here, the main thread may be inside one.
+
+
+class Committer:
+    """Commits, removals and retirements, one after the other.
+
+    Args:
+        failed: told about every save that came to nothing, before its `wait` raises.
+    """
+
+    def __init__(self, failed: Callable[[Snapshot, BaseException], None]) -> None:
+        self._failed = failed
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._last_save_failed = False
+        self._ledger = Ledger()
+        self._durable_folders: set[Path] = set()
+        self._thread = threading.Thread(target=self._run, name="hetckpt-commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def newest(self) -> Path | None:
+        """On rank 0, the checkpoint that was committed last."""
+        return self._ledger.newest
+
+    def resumed_from(self, folder: Path) -> None:
+        """The next commit descends from the checkpoint `folder`."""
+        self._tasks.put(lambda: self._ledger.resumed_from(folder))
+
+    def save(self, save: Save) -> None:
+        """Commit `save` once its files are durable; its snapshot tells how it went."""
+        self._tasks.put(lambda: self._conclude(save))
+
+    def remove(self, path: Path) -> None:
+        """Remove the checkpoint `path` unless the save before failed."""
+        self._tasks.put(lambda: self._remove(path))
+
+    def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
+        """Leave the `keep_last` newest checkpoints of `folder` whose name fits `pattern`."""
+        self._tasks.put(lambda: self._ledger.retire(folder, keep_last, pattern))
+
+    def wait(self) -> None:
+        """Return when everything asked for so far has happened."""
+        reached = threading.Event()
+        self._tasks.put(reached.set)
+        reached.wait()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what was asked for and end the thread; False if it has not ended in time."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- The thread ---
+
+    def _run(self) -> None:
+        for task in iter(self._tasks.get, None):
+            try:
+                task()
+            except (CheckpointError, OSError) as error:  # of a removal; saves keep their errors for `wait`
+                _log.warning("%s", error)
+            del task  # it holds a save while this thread waits for the next
+
+    def _remove(self, path: Path) -> None:
+        if self._last_save_failed:
+            _log.warning("%s stays: the save that was to take its place failed", path)
+        else:
+            self._ledger.remove(path)
+
+    def _conclude(self, save: Save) -> None:
+        error: BaseException | None = None
+        try:
+            self._commit_or_raise(save)
+        except BaseException as raised:  # noqa: BLE001 (it is what `wait` raises)
+            error = raised
+            _discard(save)
+        self._last_save_failed = error is not None
+        if error is None:
+            save.snapshot.outcome.set_result(None)
+        else:
+            self._failed(save.snapshot, error)
+            save.snapshot.outcome.set_exception(error)
+
+    def _commit_or_raise(self, save: Save) -> None:
+        own_error: BaseException | None = None
+        files: list[FileEntry] = []
+        try:
+            files = save.snapshot.files()
+            self._make_durable(save.drive_folders)
+        except BaseException as raised:  # noqa: BLE001 (every rank must hear of it)
+            own_error = raised
+        reason, torn = self._agree(save, files, own_error)
+        if reason is not None:
+            kind = TornSnapshotError if torn else CommitError
+            raise kind(f"{save.snapshot.path}: nothing was saved, {reason}") from own_error
+        for folder in save.drive_folders:
+            (folder / PARTIAL_NAME).unlink(missing_ok=True)
+
+    def _agree(
+        self, save: Save, files: list[FileEntry], own_error: BaseException | None
+    ) -> tuple[str | None, bool]:
+        """Why the save counts for nothing, or None, and whether that is because weights moved: on every rank."""
+        crew, serial = save.crew, save.serial
+        crew.exchange.report(
+            serial,
+            RankReport(
+                crew.rank,
+                tuple(files),
+                save.plan,
+                base64.b64encode(save.rank_state).decode(),
+                None if own_error is None else f"{type(own_error).__name__}: {own_error}",
+            ),
+        )
+        if crew.rank != 0:
+            reason, payload = crew.exchange.await_answer(serial)
+            crew.acknowledge(serial)
+            return reason, bool(payload.get("torn"))
+        torn = False
+        reason = "rank 0 stopped in the middle"
+        try:
+            reports = crew.exchange.collect(serial)
+            torn = any((report.error or "").startswith(_TORN) for report in reports)
+            reason = objection(reports)
+            if reason is None:
+                self._ledger.publish(save.record, reports)
+        except (CheckpointError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            # Whatever happens here, nobody else is left waiting.
+            crew.exchange.answer(serial, reason, {"torn": torn})
+        return reason, torn
+
+    def _make_durable(self, drive_folders: tuple[Path, ...]) -> None:
+        for folder in drive_folders:
+            run = folder.parent
+            fsync_folder(run)
+            if run not in self._durable_folders:
+                fsync_folder(run.parent)
+                fsync_folder(run.parent.parent)
+                self._durable_folders.add(run)
+
+
+def _discard(save: Save) -> None:
+    try:
+        if save.crew.rank == 0:
+            remove_tree(save.record.build)
+        for folder in save.drive_folders:
+            remove_drive_folder(folder)
+    except OSError as error:  # another rank may still write into it; the next start sweeps it
+        _log.warning("%s: could not clear away the failed save: %s", save.record.build, error)

@@ -1,0 +1,189 @@
+"""Files that go past the page cache where the drive allows it, and end up on the drive either way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+from lightning_hetckpt.checkpoint.layout import BLOCK_BYTES, HIDDEN_PREFIX, new_id, padded
+from lightning_hetckpt.errors import CorruptCheckpointError, ShortWriteError
+
+# What a file system answers that does not do direct I/O. Some say so at open, some at the first write.
+_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS: every file is buffered there
+
+
+class DirectFile:
+    """A new file of `nbytes` bytes, written in whole blocks and durable after `finish`.
+
+    Addresses, offsets and lengths of all writes are multiples of 4096, also where the file is
+    buffered; the padding of the last block is cut off by `finish`. Not for use by two threads.
+
+    Args:
+        direct: ask for O_DIRECT. Where the file system refuses, the file goes through the page
+            cache instead and `direct` turns False.
+    """
+
+    def __init__(self, path: Path, nbytes: int, direct: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = direct and _O_DIRECT != 0
+        self._written_bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags | (_O_DIRECT if self.direct else 0), 0o644)
+        except OSError as refusal:
+            if not self.direct or refusal.errno not in _REFUSALS:
+                raise
+            self.direct = False
+            self._fd = os.open(path, flags, 0o644)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of `view` at `offset`, both in whole blocks; no byte past the padded length.
+
+        Raises:
+            OSError: from the kernel, with the path, the offset and the bytes in it.
+            ShortWriteError: the kernel stopped taking bytes without naming an error.
+        """
+        whole = view.nbytes
+        if offset % BLOCK_BYTES or whole % BLOCK_BYTES or offset + whole > padded(self.nbytes):
+            raise ValueError(
+                f"{self.path}: a write of {whole} bytes at offset {offset} does not fit a file of "
+                f"{self.nbytes} bytes in blocks of {BLOCK_BYTES}"
+            )
+        done = 0
+        while done < whole:
+            taken = self._write_some(view[done:], offset + done)
+            # Direct I/O cannot go on in the middle of a block: that block is written once more.
+            forward = taken - taken % BLOCK_BYTES
+            if forward == 0:
+                raise ShortWriteError(
+                    f"{self.path}: wrote {done + taken} of {whole} bytes at offset {offset}; "
+                    "is the drive, the quota or the file size limit full?"
+                )
+            done += forward
+            self._written_bytes += forward
+
+    def _write_some(self, view: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._fd, view, offset)
+        except OSError as error:
+            if self.direct and self._written_bytes == 0 and error.errno in _REFUSALS:
+                self._go_buffered()
+                return self._write_some(view, offset)
+            raise OSError(
+                error.errno,
+                f"{error.strerror} (writing {view.nbytes} bytes at offset {offset})",
+                str(self.path),
+            ) from error
+
+    def _go_buffered(self) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        self.direct = False
+
+    def finish(self) -> None:
+        """Cut the padding off, wait until every byte lies on the drive, and close.
+
+        An error of the flush is final: the kernel reports it once and then calls the pages
+        clean, so nobody may try again. The name in its folder is durable after `fsync_folder`.
+        """
+        try:
+            found = os.fstat(self._fd).st_size
+            if found != padded(self.nbytes):
+                raise ShortWriteError(f"{self.path}: holds {found} of {padded(self.nbytes)} bytes at its end")
+            if found != self.nbytes:
+                os.ftruncate(self._fd, self.nbytes)
+            _flush(self._fd)
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                # The pages are clean now; without this they would push the data set out of memory.
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror} (finishing {self.nbytes} bytes)", str(self.path)
+            ) from error
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close without any promise about the bytes; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._fd >= 0:
+            self.finish()
+
+
+def supports_direct(folder: Path) -> bool:
+    """Whether a block can be written into `folder` past the page cache; leaves nothing behind."""
+    probe = folder / f"{HIDDEN_PREFIX}{new_id()}.probe"
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as block, memoryview(block) as view:
+            file = DirectFile(probe, BLOCK_BYTES, direct=True)
+            try:
+                file.write(view, 0)
+                return file.direct
+            finally:
+                file.abort()
+                probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable: new, renamed and removed ones."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Put `data` at `path`: whoever looks, also after a power cut, finds the old bytes or all new ones."""
+    beside = path.with_name(f"{HIDDEN_PREFIX}{new_id()}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def read_into(path: Path, offset: int, view: memoryview) -> None:
+    """Fill `view` with the bytes of the file from `offset` on; an early end is `CorruptCheckpointError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < view.nbytes:
+            taken = os.preadv(fd, [view[done:]], offset + done)
+            if taken == 0:
+                raise CorruptCheckpointError(
+                    f"{path}: ends at byte {offset + done}, expected {view.nbytes} bytes from offset {offset} on; "
+                    "use another checkpoint"
+                )
+            done += taken
+    finally:
+        os.close(fd)
+
+
+def _flush(fd: int) -> None:
+    # fdatasync also writes the length, which is all the metadata that a reader needs. macOS has none.
+    getattr(os, "fdatasync", os.fsync)(fd)

@@ -1,0 +1,156 @@
+"""The folders that one snapshot lives in: whose they are, and how they go without taking anything else along."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from lightning_hetckpt.checkpoint.direct_io import fsync_folder, write_durably
+from lightning_hetckpt.checkpoint.layout import (
+    DRIVE_FOLDER,
+    HIDDEN_PREFIX,
+    MANIFEST_NAME,
+    META_NAME,
+    OWNER_NAME,
+    RANKS_NAME,
+    build_folder,
+    new_id,
+    run_file,
+)
+from lightning_hetckpt.checkpoint.verify import holds, read_manifest
+from lightning_hetckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+
+_RUN = re.compile(r"[0-9a-f]{16}")
+_OUR_NAME = re.compile(
+    rf"stripe-.*\.safetensors|{'|'.join(map(re.escape, (MANIFEST_NAME, META_NAME, RANKS_NAME, OWNER_NAME)))}"
+)
+
+
+def run_of(folder: Path) -> str:
+    """The run id of the snapshot folder `folder`; made up the first time. For rank 0 alone."""
+    file = run_file(folder)
+    try:
+        run = file.read_text("ascii", "replace")
+    except FileNotFoundError:
+        _make_folders(folder)
+        run = new_id()
+        write_durably(file, run.encode())
+    if not _RUN.fullmatch(run):  # it becomes part of a path on every drive
+        raise CorruptCheckpointError(
+            f"{file}: holds {run!r:.40}, expected 16 hexadecimal digits; remove the file"
+        )
+    return run
+
+
+def owner_note(snapshot_id: str, path: Path) -> bytes:
+    """What `owner.json` says in a folder that belongs to the checkpoint `path`."""
+    return json.dumps({"snapshot": snapshot_id, "checkpoint": str(path.absolute())}).encode()
+
+
+def write_owner(folder: Path, snapshot_id: str, path: Path) -> None:
+    """Let `folder` say which checkpoint it belongs to; not durable, since a sweep can do without."""
+    (folder / OWNER_NAME).write_bytes(owner_note(snapshot_id, path))
+
+
+def owner_path(folder: Path) -> Path | None:
+    """The checkpoint that `folder` says it belongs to; None where it does not say."""
+    try:
+        return Path(json.loads((folder / OWNER_NAME).read_text())["checkpoint"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def drive_folders(folder: Path) -> set[Path]:
+    """The folders on drives that the links in `folder` lead to and that belong to this snapshot.
+
+    Only folders named `…/lightning_hetckpt/<run>/<this snapshot's id>` after every link on the way is
+    resolved, so that no forged link leads to anything else.
+    """
+    snapshot_id = _id_of(folder)
+    targets = (folder / child.readlink() for child in folder.iterdir() if child.is_symlink())
+    found = {Path(os.path.realpath(target.parent)) for target in targets}
+    return {drive for drive in found if drive.name == snapshot_id and drive.parts[-3:-2] == (DRIVE_FOLDER,)}
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether the folder `path` is ours to replace or remove: a checkpoint, damaged perhaps, or empty."""
+    if path.name.startswith(HIDDEN_PREFIX):
+        return True
+    try:
+        read_manifest(path)
+        return True
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return all(_OUR_NAME.fullmatch(child.name) for child in path.iterdir())
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a checkpoint with its stripes on all drives; a plain file or a link is unlinked.
+
+    Nothing happens where nothing is. A crash in the middle leaves no half checkpoint under a visible
+    name, and the next `sweep` ends the work.
+
+    Raises:
+        CheckpointError: `path` is a folder that holds other things than a checkpoint of ours.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if not is_replaceable(path):
+        raise CheckpointError(
+            f"{path}: found a folder without a sound {MANIFEST_NAME} and with other files than ours in it, "
+            "expected a checkpoint; remove it by hand if it may go"
+        )
+    if not path.name.startswith(HIDDEN_PREFIX):
+        hidden = build_folder(path, new_id())
+        os.replace(path, hidden)
+        fsync_folder(path.parent)
+        path = hidden
+    for drive in drive_folders(path):
+        remove_drive_folder(drive)
+    # The drives came first: the manifest, which says whose the links are, must outlive what they lead to.
+    for child in path.iterdir():
+        _remove(child)
+    path.rmdir()
+
+
+def remove_drive_folder(drive: Path) -> bool:
+    """Remove the stripes of one snapshot on one drive; False where their checkpoint still stands.
+
+    It does where the folder that is being removed was a copy, with links to the same stripes.
+    """
+    owner = owner_path(drive)
+    if owner is not None and holds(owner, drive.name):
+        return False
+    if drive.is_dir():
+        shutil.rmtree(drive)
+    return True
+
+
+def _id_of(folder: Path) -> str:
+    try:
+        return read_manifest(folder).snapshot_id
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return folder.name.removeprefix(HIDDEN_PREFIX)  # a build that never got its manifest
+
+
+def _remove(child: Path) -> None:
+    if child.is_dir() and not child.is_symlink():
+        shutil.rmtree(child)
+    else:
+        child.unlink(missing_ok=True)
+
+
+def _make_folders(folder: Path) -> None:
+    """Make `folder` and what is missing above it, each name durable."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:  # another rank was faster
+        if not folder.is_dir():
+            raise
+    fsync_folder(folder.parent)

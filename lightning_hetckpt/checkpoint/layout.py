@@ -1,0 +1,55 @@
+"""Where everything lies: every file and folder name of a checkpoint is spelled here, and only here."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 4096  # what direct I/O wants offsets, lengths and addresses to be a multiple of
+CHUNK_BYTES = 8 * 2**20  # one hash, one buffer, one write
+
+MANIFEST_NAME = "manifest.json"
+META_NAME = "meta.pt"
+RANKS_NAME = "ranks.json"
+
+HIDDEN_PREFIX = ".hetckpt-"
+DRIVE_FOLDER = "lightning_hetckpt"
+OWNER_NAME = "owner.json"
+PARTIAL_NAME = "partial"
+
+
+def new_id() -> str:
+    """A fresh random name of 16 hexadecimal digits, for a snapshot or a run."""
+    return secrets.token_hex(8)
+
+
+def stripe_name(rank: int, drive: int) -> str:
+    """The file in which `rank` keeps its share of `drive`; drives count from 0 on each rank."""
+    return f"stripe-r{rank:05d}-d{drive:02d}.safetensors"
+
+
+def owned_stripe_name(rank: int = 0) -> str:
+    """The file of the tensors that `rank` alone owns, such as buffers."""
+    return f"stripe-r{rank:05d}-owned.safetensors"
+
+
+def build_folder(path: Path, snapshot_id: str) -> Path:
+    """The hidden sibling in which the checkpoint `path` is built until one rename publishes it."""
+    # Lightning takes whatever holds ".ckpt", "last" or "ckpt_" in its name for a checkpoint to resume from.
+    return path.parent / f"{HIDDEN_PREFIX}{snapshot_id}"
+
+
+def drive_folder(drive: Path, run: str, snapshot_id: str) -> Path:
+    """The folder on `drive` that holds one snapshot's stripes; two runs never share one."""
+    return drive / DRIVE_FOLDER / run / snapshot_id
+
+
+def run_file(folder: Path) -> Path:
+    """The file that holds the random run id of the snapshot folder `folder`."""
+    return folder / ".lightning_hetckpt_run"
+
+
+def padded(nbytes: int, block: int = BLOCK_BYTES) -> int:
+    """`nbytes` rounded up to a multiple of `block`."""
+    return -(-nbytes // block) * block

@@ -1,0 +1,129 @@
+"""What rank 0 writes down: one checkpoint after the other, each with its number and its parent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lightning_hetckpt.checkpoint.commit import RankReport
+from lightning_hetckpt.checkpoint.folders import remove_tree
+from lightning_hetckpt.checkpoint.layout import RANKS_NAME
+from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from lightning_hetckpt.checkpoint.publish import publish, scan, write_manifest
+from lightning_hetckpt.checkpoint.retention import SnapshotInfo, retire
+from lightning_hetckpt.checkpoint.verify import read_manifest
+from lightning_hetckpt.errors import CommitError
+
+_log = logging.getLogger("lightning_hetckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of a save before its bytes are written."""
+
+    path: Path
+    build: Path
+    snapshot_id: str
+    run: str
+    world_size: int
+    global_step: int
+    epoch: int
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+    stripes: Mapping[str, Path]  # of all ranks: file name -> folder
+    write: Callable[[str, bytes], Future[FileEntry]]  # a further small file into the build folder
+
+
+class Ledger:
+    """The checkpoints that this process has committed or found, for the commit thread alone."""
+
+    def __init__(self) -> None:
+        self.newest: Path | None = None  # the checkpoint that was committed last
+        self._parent: str | None = None
+        self._commit = 0
+        self._found: dict[Path, list[SnapshotInfo]] = {}  # by folder
+
+    def resumed_from(self, folder: Path) -> None:
+        """The next commit descends from the checkpoint `folder` and counts on from it."""
+        manifest = read_manifest(folder)
+        self._parent, self._commit = manifest.snapshot_id, max(self._commit, manifest.commit)
+
+    def publish(self, record: Record, reports: Sequence[RankReport]) -> None:
+        """Make the checkpoint visible; every file in `reports` is durable and stays as it is.
+
+        Raises:
+            CommitError: the reports do not hold every stripe once.
+        """
+        ranks = {"version": 1, "ranks": [report.rank_state for report in reports]}
+        written = [entry for report in reports for entry in report.files]
+        written.append(record.write(RANKS_NAME, json.dumps(ranks).encode()).result())
+        files = {entry.name: entry for entry in written}
+        missing = sorted(set(record.stripes) - set(files))
+        if missing or len(files) != len(written):
+            raise CommitError(
+                f"the ranks wrote {len(written)} files with {len(files)} names, expected every stripe once; "
+                f"missing: {missing}"
+            )
+        _link(record.build, record.stripes)
+        # Found before the build folder gets its manifest, and with it the looks of an interrupted publication.
+        found = self._checkpoints_in(record.path.parent)
+        commit = max([self._commit, *(info.commit for info in found)]) + 1
+        manifest = Manifest(
+            snapshot_id=record.snapshot_id,
+            run=record.run,
+            parent=self._parent,
+            commit=commit,
+            kind="full",
+            global_step=record.global_step,
+            epoch=record.epoch,
+            world_size=record.world_size,
+            created_unix_s=time.time(),
+            files=files,
+            tensors=record.tensors,
+            aliases=record.aliases,
+        )
+        write_manifest(record.build, manifest)
+        publish(record.build, record.path)
+        self._parent, self._commit, self.newest = record.snapshot_id, commit, record.path
+        self._forget(record.path)
+        found.append(SnapshotInfo(record.path, commit, record.global_step, record.snapshot_id))
+
+    def remove(self, path: Path) -> None:
+        """Remove whatever lies at `path`."""
+        self._forget(path)
+        remove_tree(path)
+
+    def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
+        """Remove all but the `keep_last` newest checkpoints in `folder` whose name fits `pattern`."""
+        fitting = [info for info in self._checkpoints_in(folder) if fnmatch(info.path.name, pattern)]
+        for info in retire(fitting, keep_last):
+            self.remove(info.path)
+
+    def _checkpoints_in(self, folder: Path) -> list[SnapshotInfo]:
+        # Read from disk once: a manifest takes milliseconds, and nobody else commits into our folders.
+        if folder not in self._found:
+            self._found[folder] = scan(folder, _log.warning)
+        return self._found[folder]
+
+    def _forget(self, path: Path) -> None:
+        found = self._found.get(path.parent, [])
+        found[:] = [info for info in found if info.path != path]
+
+
+def _link(build: Path, stripes: Mapping[str, Path]) -> None:
+    """Let the checkpoint show the stripes that lie on drives; relative where both may move together."""
+    home = build.resolve()
+    for name, folder in stripes.items():
+        if folder == build:
+            continue
+        target = folder.resolve()
+        # A drive of another host has no folder here, but the same path there.
+        same_mount = target.exists() and target.stat().st_dev == home.stat().st_dev
+        (build / name).symlink_to(Path(os.path.relpath(target, home) if same_mount else target) / name)

@@ -1,0 +1,159 @@
+"""What meta.pt holds: everything that is not in a stripe, and how to put the tensors back in."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetckpt.checkpoint.state_tree import FlatState, Place
+from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
+
+KEY = "lightning_hetckpt"  # in the dictionary that meta.pt holds, beside the user's own keys
+
+
+def pack_meta(flat: FlatState) -> bytes:
+    """The bytes of meta.pt: the skeleton, and where each tensor belongs.
+
+    `torch.load(..., weights_only=True)` reads them unless the user put own objects in.
+
+    Raises:
+        CheckpointError: something in the checkpoint cannot be pickled.
+    """
+    skeleton = copy.copy(flat.skeleton)
+    about: dict[str, Any] = {
+        "tensors": [[path, name] for path, name in flat.index],
+        # A permuted tensor (channels_last) is stored row by row; its strides decide the speed of the next
+        # step and, where something is summed, the last bit.
+        "strides": {
+            name: tuple(tensor.stride())
+            for name, tensor in flat.tensors.items()
+            if not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride())
+        },
+        "devices": {name: str(t.device) for name, t in flat.tensors.items() if t.device.type != "cpu"},
+    }
+    if KEY in skeleton:
+        about["user"] = skeleton[KEY]
+    skeleton[KEY] = about
+    buffer = io.BytesIO()
+    try:
+        torch.save(skeleton, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the checkpoint holds an object that cannot be pickled: {error}. Look at what callbacks, "
+            "`on_save_checkpoint` and `save_hyperparameters` put in."
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack_meta(
+    data: bytes, tensors: Mapping[str, Tensor], weights_only: bool | None, map_location: Any = None
+) -> dict[Any, Any]:
+    """The checkpoint as it was flattened: the same types, keys, order, empty containers and ties.
+
+    Args:
+        data: what `pack_meta` made.
+        tensors: on the CPU, row by row, by the name under which each is stored.
+        weights_only: as in `torch.load`; None is True.
+        map_location: as in `torch.load`, but None is the CPU.
+
+    Raises:
+        CheckpointError: it holds objects that only `weights_only=False` may load.
+        CorruptCheckpointError: its places and `tensors` do not fit together.
+    """
+    location = "cpu" if map_location is None else map_location
+    try:
+        skeleton = torch.load(io.BytesIO(data), map_location=location, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"meta.pt holds objects that are not plain data ({str(error).partition(chr(10))[0]:.200}). If you "
+            "trust the checkpoint, pass weights_only=False to `trainer.fit` or to `load_checkpoint`."
+        ) from error
+    try:
+        about = skeleton[KEY]
+        places = {tuple(path): name for path, name in about["tensors"]}
+        ready = {
+            name: _relocated(
+                _laid_out(tensors[name], about["strides"].get(name)),
+                about["devices"].get(name, "cpu"),
+                location,
+            )
+            for name in dict.fromkeys(places.values())
+        }
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"meta.pt and the stripes do not fit together ({error!r:.200}). Resume from another snapshot."
+        ) from error
+    if "user" in about:
+        skeleton[KEY] = about["user"]
+    else:
+        del skeleton[KEY]
+    tree: dict[Any, Any] = _put_back(skeleton, places, ready)
+    return tree
+
+
+def _put_back(skeleton: Any, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> Any:
+    done: dict[int, tuple[Any, Any]] = {}  # holds each old node too, so that no id comes up twice
+    filled = 0
+
+    def walk(node: Any, path: Place) -> Any:
+        nonlocal filled
+        if node is None and path in places:
+            filled += 1
+            return tensors[places[path]]
+        kind = type(node)
+        if kind not in (dict, OrderedDict, list, tuple):
+            return node
+        if id(node) in done:
+            return done[id(node)][1]
+        if kind is tuple:
+            done[id(node)] = node, tuple([walk(value, (*path, at)) for at, value in enumerate(node)])
+        else:
+            done[id(node)] = node, node
+            for key, value in node.items() if kind is not list else enumerate(node):
+                node[key] = walk(value, (*path, key))
+        return done[id(node)][1]
+
+    tree = walk(skeleton, ())
+    if filled != len(places):
+        raise CorruptCheckpointError(
+            f"meta.pt names {len(places)} places of tensors, {filled} of them were found. Resume from another snapshot."
+        )
+    return tree
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these strides are rows in another order of dimensions, without gap or overlap."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    if strides is None:
+        return tensor
+    if not _is_dense(tensor.shape, strides):
+        raise ValueError(f"strides {strides} for the shape {tuple(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _relocated(tensor: Tensor, saved_on: str, map_location: Any) -> Tensor:
+    """`tensor`, which was read to the CPU, where `torch.load` would have put it."""
+    if isinstance(map_location, Mapping):
+        return tensor.to(map_location.get(saved_on, saved_on))
+    if not callable(map_location):
+        return tensor.to(map_location)
+    storage = map_location(tensor.untyped_storage(), saved_on)
+    if storage is None:
+        return tensor.to(saved_on)
+    moved = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return moved.set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,0 +1,76 @@
+"""Where the tensors of a save go, planned once and then good for every save of the same names, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_hetckpt.checkpoint.manifest import TensorEntry
+from lightning_hetckpt.checkpoint.shard_plan import (
+    StripePlan,
+    TensorSpec,
+    file_tensors,
+    fingerprint,
+    plan_owned,
+    plan_stripes,
+)
+from lightning_hetckpt.checkpoint.state_tree import spec
+from lightning_hetckpt.checkpoint.stripe_header import build_header
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLayout:
+    """A plan with everything that follows from it."""
+
+    stripes: tuple[StripePlan, ...]  # of all ranks
+    fingerprint: str
+    headers: dict[str, bytes]  # by file; `stamp_header` puts a snapshot's id in
+    entries: dict[str, TensorEntry]  # for the manifest
+
+
+class LayoutBook:
+    """The newest layout of each kind of save.
+
+    Args:
+        drives: how many of them share the bytes of a rank.
+    """
+
+    def __init__(self, drives: int) -> None:
+        self._weights = [1.0] * drives
+        self._known: dict[int | None, tuple[list[TensorSpec], SaveLayout]] = {}
+
+    def shared(self, tensors: Mapping[str, Tensor], ranks: int) -> SaveLayout:
+        """The layout of what `ranks` ranks write together."""
+        return self._newest(
+            ranks,
+            tensors,
+            lambda specs: (
+                plan_stripes(specs, ranks, self._weights),
+                fingerprint(specs, ranks, self._weights),
+            ),
+        )
+
+    def owned(self, tensors: Mapping[str, Tensor]) -> SaveLayout:
+        """The layout of what rank 0 writes alone; without tensors there is no stripe."""
+        return self._newest(None, tensors, lambda specs: ((plan_owned(specs),) if specs else (), ""))
+
+    def _newest(
+        self,
+        kind: int | None,
+        tensors: Mapping[str, Tensor],
+        plan: Callable[[list[TensorSpec]], tuple[tuple[StripePlan, ...], str]],
+    ) -> SaveLayout:
+        specs = [spec(name, tensor) for name, tensor in tensors.items()]
+        known = self._known.get(kind)
+        if known is None or known[0] != specs:
+            known = self._known[kind] = specs, _derive(specs, *plan(specs))
+        return known[1]
+
+
+def _derive(specs: list[TensorSpec], stripes: tuple[StripePlan, ...], mark: str) -> SaveLayout:
+    by_name = {one.name: one for one in specs}
+    headers = {stripe.file: build_header(stripe, by_name, "0" * 16) for stripe in stripes}
+    starts = {file: len(header) for file, header in headers.items()}
+    return SaveLayout(stripes, mark, headers, file_tensors(stripes, by_name, starts))

@@ -1,0 +1,319 @@
+"""Begin, fence, drain: takes a checkpoint while training goes on, and owns the threads that do it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_hetckpt.channel import Channel, SoloChannel, background_store
+from lightning_hetckpt.checkpoint.commit import Store
+from lightning_hetckpt.checkpoint.committer import Committer, Save
+from lightning_hetckpt.checkpoint.crew import Crew
+from lightning_hetckpt.checkpoint.direct_io import supports_direct
+from lightning_hetckpt.checkpoint.folders import write_owner
+from lightning_hetckpt.checkpoint.layout import (
+    CHUNK_BYTES,
+    META_NAME,
+    PARTIAL_NAME,
+    build_folder,
+    drive_folder,
+    padded,
+)
+from lightning_hetckpt.checkpoint.ledger import Record
+from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.meta import pack_meta
+from lightning_hetckpt.checkpoint.publish import sweep
+from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
+from lightning_hetckpt.checkpoint.shard_plan import StripePlan
+from lightning_hetckpt.checkpoint.snapshot import Snapshot
+from lightning_hetckpt.checkpoint.staging import Pour, Stager, pour
+from lightning_hetckpt.checkpoint.staging_pool import StagingPool
+from lightning_hetckpt.checkpoint.state_tree import flatten, identity
+from lightning_hetckpt.checkpoint.step_guard import StepGuard
+from lightning_hetckpt.checkpoint.stripe_header import stamp_header
+from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
+from lightning_hetckpt.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Snapshot", "Snapshotter"]
+
+_log = logging.getLogger("lightning_hetckpt")
+
+
+class Snapshotter:
+    """Takes checkpoints: begin copies what moves at once, the rest drains behind the next forward pass.
+
+    All methods are for the thread that trains. Making one starts its threads, `close` ends them.
+
+    Args:
+        drives: folders, one per drive, that share the bytes; None is the checkpoint's own folder.
+        buffer_bytes: memory that bytes pass through; None is this rank's share of a save within limits.
+        checksum: keep a hash of every 8 MiB.
+        direct: go past the page cache; "auto" where the drive allows it, True insists.
+        channel: the ranks that save together.
+        store: a connection to the job's store for the commit thread, made where there are more ranks than one.
+        timeout_s: how long a rank that does not report is waited for.
+    """
+
+    def __init__(
+        self,
+        drives: Sequence[Path] | None = None,
+        buffer_bytes: int | None = None,
+        checksum: bool = True,
+        direct: bool | Literal["auto"] = "auto",
+        channel: Channel | None = None,
+        store: Callable[[], Store] = background_store,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.channel: Channel = SoloChannel() if channel is None else channel
+        self._drives = None if drives is None else [drive.resolve() for drive in drives]
+        self._checksum = checksum
+        self._direct = direct
+        self._store = store
+        self._timeout_s = timeout_s
+        self._crews: dict[bool, Crew] = {}  # True: this process alone
+        self._pool = StagingPool(buffer_bytes, self.channel.size)
+        self._saves: list[Snapshot] = []  # whose outcome is not known yet
+        self._failures: dict[Snapshot, BaseException] = {}  # that nobody has been told
+        self._swept = False
+        self._closed = False
+        self._guard = StepGuard()
+        names = ["checkpoint"] if self._drives is None else list(map(str, self._drives))
+        self._writers = [StripeWriter(name) for name in names]
+        self._layouts = LayoutBook(len(self._writers))
+        self._stager = Stager()
+        self._committer = Committer(self._failures.__setitem__)
+
+    def begin(
+        self,
+        checkpoint: Mapping[Any, Any],
+        path: Path,
+        stable: Collection[Tensor] = (),
+        rank_state: bytes = b"",
+        *,
+        alone: bool = False,
+    ) -> Snapshot:
+        """Begin to save `checkpoint` as `path`; on every rank of the channel, in the same order.
+
+        Whatever goes wrong from here on is told by the snapshot, on every rank alike.
+
+        Args:
+            stable: live tensors, equal on all ranks, that nobody changes before `fence`. They are split over
+                all ranks and drives; everything else is copied before this returns, and written by rank 0.
+            rank_state: what is this rank's own, such as the state of its random number generators.
+            alone: this process saves all by itself, and every tensor is stable: fence before any changes.
+        """
+        path = _canonical(path)
+        crew = self._crew(path.parent, alone)
+        flat = flatten(checkpoint)
+        memory = None if alone else {identity(tensor) for tensor in stable} - {None}
+        live = {name: t for name, t in flat.tensors.items() if memory is None or identity(t) in memory}
+        owned = {name: t for name, t in flat.tensors.items() if name not in live} if crew.rank == 0 else {}
+        shared, extra = self._layouts.shared(live, crew.size), self._layouts.owned(owned)
+        serial, snapshot_id = crew.next_save()
+        build = build_folder(path, snapshot_id)
+        drives = [build]
+        if self._drives is not None:
+            drives = [drive_folder(drive, crew.run, snapshot_id) for drive in self._drives]
+        record = Record(
+            path,
+            build,
+            snapshot_id,
+            crew.run,
+            crew.size,
+            _whole_number(checkpoint.get("global_step")),
+            _whole_number(checkpoint.get("epoch")),
+            {**shared.entries, **extra.entries},
+            flat.aliases,
+            {stripe.file: drives[stripe.drive] for stripe in (*shared.stripes, *extra.stripes)},
+            lambda name, data: self._write(build / name, data),
+        )
+        mine = [stripe for stripe in shared.stripes if stripe.rank == crew.rank]
+        lazy, now = self._pours(record, shared, mine, live), self._pours(record, extra, extra.stripes, owned)
+        folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
+        earlier = [save for save in self._saves if not save.done()]
+        snapshot = Snapshot(path, live, self._told)
+        self._saves = [*earlier, snapshot]
+        if not alone:
+            self._guard.watch(snapshot, live.values())
+        files: list[Future[FileEntry]] = []
+        try:
+            build.mkdir(parents=True, exist_ok=True)  # another rank may be faster
+            for folder in folders:
+                _open_drive(folder, snapshot_id, path)
+            pool = self._pool.ready(
+                sum(padded(one.nbytes, CHUNK_BYTES) for one in (*lazy, *now)), lambda: _await(earlier)
+            )
+            files += pour(now, pool)
+            if crew.rank == 0:
+                files.append(self._write(build / META_NAME, pack_meta(flat)))
+        except BaseException as error:
+            futures.wait(files)
+            snapshot.failed(error)
+            if not isinstance(error, Exception):  # a signal is for the caller, too
+                raise
+        else:
+            self._stager.drain(snapshot, lazy, pool, files)
+        finally:
+            # Also of a save that failed here: the other ranks wait for a word about it.
+            self._committer.save(Save(snapshot, crew, serial, shared.fingerprint, folders, rank_state, record))
+        return snapshot
+
+    def remove(self, path: Path) -> None:
+        """Remove the checkpoint `path` behind every save begun so far; it stays if the last of them fails."""
+        self._committer.remove(_canonical(path))
+
+    def retire(self, folder: Path, keep_last: int, pattern: str = "step=*.ckpt") -> None:
+        """Leave the newest `keep_last` checkpoints of `folder` named like `pattern`, behind every save begun so far."""
+        if self.channel.rank == 0:
+            self._committer.retire(folder.resolve(), keep_last, pattern)
+
+    def resumed_from(self, folder: Path) -> None:
+        """Training goes on from the checkpoint `folder`: it is the parent of the next one."""
+        self._committer.resumed_from(folder)
+
+    @property
+    def newest(self) -> Path | None:
+        """On rank 0, the checkpoint that was committed last."""
+        return self._committer.newest
+
+    def pending(self, path: Path) -> bool:
+        """Whether a save to `path` has begun whose outcome is not known yet."""
+        return any(not save.done() and _is_at(save, path) for save in self._saves)
+
+    def wait(self, path: Path | None = None) -> None:
+        """Return when the saves to `path`, or all saves and removals, are done; raise what failed, once."""
+        saves = [save for save in self._saves if path is None or _is_at(save, path)]
+        _await(saves)
+        if path is None:
+            self._committer.wait()
+        self.raise_failures(path)
+
+    def raise_failures(self, path: Path | None = None) -> None:
+        """Raise what made a save to `path`, or any save, fail, if nobody has been told yet."""
+        failures = {
+            save: error for save, error in list(self._failures.items()) if path is None or _is_at(save, path)
+        }
+        first, *others = failures.values() or [None]
+        for save in failures:
+            self._told(save)
+        for error in others:
+            _log.error("%s", error)
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Finish everything and end the threads. May be called twice; `raise_failures` still tells what failed."""
+        if self._closed:
+            return
+        self._closed = True
+        for save in self._saves:
+            save.settle()
+        if not self._committer.close(2 * self._timeout_s):
+            for crew in self._crews.values():
+                crew.exchange.cancel()
+            self._committer.close()
+        if all(save.outcome.exception() is None for save in self._saves[-1:]):
+            for crew in self._crews.values():
+                crew.await_goodbye()
+        self._stager.close()
+        for writer in self._writers:
+            writer.shutdown()
+        self._guard.close()
+        self._pool.close()
+        self._crews.clear()
+
+    def __enter__(self) -> Snapshotter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _crew(self, folder: Path, alone: bool) -> Crew:
+        if self._closed:
+            raise CheckpointError(f"{folder}: this Snapshotter is closed; make a new one")
+        if alone not in self._crews:
+            channel = SoloChannel() if alone else self.channel
+            self._crews[alone] = Crew(
+                channel, folder, lambda run: self._sweep(folder, run), self._store, self._timeout_s
+            )
+            if self._direct is True:
+                _insist_on_direct(self._drives or [folder])
+        return self._crews[alone]
+
+    def _sweep(self, folder: Path, run: str) -> None:
+        # Once, and before anything is written: a save under way looks like one that was killed.
+        if not self._swept and not self._saves:
+            removed = sweep(folder, self._drives or (), run)
+            if removed:
+                _log.info("%s: removed %d folders of saves that were never finished", folder, len(removed))
+        self._swept = True
+
+    def _pours(
+        self, record: Record, layout: SaveLayout, stripes: Iterable[StripePlan], tensors: Mapping[str, Tensor]
+    ) -> list[Pour]:
+        return [
+            Pour(
+                stripe,
+                stamp_header(layout.headers[stripe.file], record.snapshot_id),
+                tensors,
+                self._writers[stripe.drive],
+                record.stripes[stripe.file] / stripe.file,
+                self._direct is not False,
+                self._checksum,
+            )
+            for stripe in stripes
+        ]
+
+    def _write(self, path: Path, data: bytes) -> Future[FileEntry]:
+        """Write a small file of the checkpoint itself, through the page cache."""
+        writer = self._writers[0]
+        file = writer.open(path, len(data), direct=False, checksum=self._checksum)
+        blocks = memoryview(bytearray(data.ljust(padded(len(data)), b"\0")))
+        for offset in range(0, len(data), CHUNK_BYTES):
+            used_bytes = min(CHUNK_BYTES, len(data) - offset)
+            writer.put(file, offset, blocks[offset : offset + CHUNK_BYTES], used_bytes, None, lambda: None)
+        return writer.close(file)
+
+    def _told(self, save: Snapshot) -> None:
+        self._failures.pop(save, None)
+
+
+def _open_drive(folder: Path, snapshot_id: str, path: Path) -> None:
+    """Make the drive's folder of one snapshot and mark it; the commit thread makes its name durable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PARTIAL_NAME).touch()
+    write_owner(folder, snapshot_id, path)
+
+
+def _await(saves: Iterable[Snapshot]) -> None:
+    for save in saves:
+        save.settle()
+        save.outcome.exception()
+
+
+def _insist_on_direct(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not supports_direct(folder):
+            raise ConfigurationError(
+                f'{folder}: direct=True, but its file system refuses O_DIRECT. Use direct="auto" or another drive.'
+            )
+
+
+def _canonical(path: Path) -> Path:
+    """One spelling for each place; a link at the place itself is not followed, since a save replaces it."""
+    return path.parent.resolve() / path.name
+
+
+def _is_at(save: Snapshot, path: Path) -> bool:
+    return save.path in (_canonical(path), path.resolve())
+
+
+def _whole_number(value: Any) -> int:
+    return value if type(value) is int and value >= 0 else 0

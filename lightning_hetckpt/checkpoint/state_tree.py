@@ -1,0 +1,140 @@
+"""Lightning's nested checkpoint, taken apart into named tensors and a skeleton of everything else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetckpt.checkpoint.manifest import COMPLEX_PARTS
+from lightning_hetckpt.checkpoint.shard_plan import TensorSpec
+
+DTYPE_OF: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+_CODE_OF = {dtype: code for code, dtype in DTYPE_OF.items()}
+_COMPLEX_NAME = {getattr(torch, name): name for name in COMPLEX_PARTS}
+
+Place = tuple[Hashable, ...]  # dictionary keys and list positions, from the root
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A checkpoint taken apart: every tensor that a stripe can hold by name, and the rest in place."""
+
+    skeleton: dict[Any, Any]  # the tree, with None where a tensor was
+    tensors: dict[str, Tensor]  # the live tensors, each memory once
+    aliases: dict[str, str]  # name of a further place -> name under which the same memory is stored
+    index: list[tuple[Place, str]]  # every place that held a tensor, and the name under which it is stored
+
+
+def flatten(tree: Mapping[Any, Any]) -> FlatState:
+    """Take every plain tensor out of `tree`; neither the tree nor a tensor is copied or changed.
+
+    Walks dict, OrderedDict (with its attributes, such as a state dict's `_metadata`), list and tuple. Any
+    other object stays in the skeleton as it is, and so does a tensor that a stripe could not bring back
+    exactly: a subclass, sparse, quantized, requiring grad. A container that stands in two places stays one.
+    Names are dotted paths, as `torch.distributed.checkpoint` makes them.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    index: list[tuple[Place, str]] = []
+    taken = {"__metadata__"}  # safetensors keeps this one for itself
+    stored: dict[Hashable, str] = {}
+    copies: dict[int, Any] = {}
+
+    def take(tensor: Tensor, path: Place) -> None:
+        name = _free_name(path, taken)
+        taken.add(name)
+        memory = identity(tensor)
+        home = name if memory is None else stored.setdefault(memory, name)
+        if home == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = home
+        index.append((path, home))
+
+    def walk(node: Any, path: Place) -> Any:
+        kind = type(node)
+        if kind is Tensor and _fits_a_stripe(node):
+            take(node, path)
+            return None
+        if kind not in (dict, OrderedDict, list, tuple):
+            return node
+        if id(node) in copies:
+            return copies[id(node)]
+        if kind is tuple:
+            copies[id(node)] = tuple([walk(value, (*path, at)) for at, value in enumerate(node)])
+        elif kind is list:
+            new_list: list[Any] = []
+            copies[id(node)] = new_list
+            new_list.extend(walk(value, (*path, at)) for at, value in enumerate(node))
+        else:
+            copies[id(node)] = new_dict = kind()
+            if kind is OrderedDict:
+                vars(new_dict).update(vars(node))
+            for key, value in node.items():
+                new_dict[key] = walk(value, (*path, key))
+        return copies[id(node)]
+
+    root = tree if type(tree) in (dict, OrderedDict) else dict(tree)
+    return FlatState(walk(root, ()), tensors, aliases, index)
+
+
+def identity(tensor: Tensor) -> Hashable | None:
+    """The memory that `tensor` shows, and how; equal for two tensors that are the same bytes. None if it has none."""
+    if tensor.numel() == 0:
+        return None
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def spec(name: str, tensor: Tensor) -> TensorSpec:
+    """What the plan needs to know of `tensor`; complex numbers are stored as pairs of real ones."""
+    parts = _COMPLEX_NAME.get(tensor.dtype)
+    if parts is None:
+        return TensorSpec(name, _CODE_OF[tensor.dtype], tuple(tensor.shape))
+    return TensorSpec(name, COMPLEX_PARTS[parts], (*tensor.shape, 2), parts)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a vector of uint8 on its device; nothing is copied."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _fits_a_stripe(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and (tensor.dtype in _CODE_OF or tensor.dtype in _COMPLEX_NAME)
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
+        # torch.save keeps a lazy conjugate or negation and attributes of the tensor; a stripe has no room for them.
+        and not (tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    )
+
+
+def _free_name(path: Place, taken: set[str]) -> str:
+    name = plain = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{plain}#{number}"
+    return name

@@ -1,0 +1,104 @@
+"""Watches the optimizers: the weights may move only when no snapshot reads them any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Reader(Protocol):
+    """What reads live tensors: a `Snapshot`, as the guard sees it."""
+
+    @property
+    def fenced(self) -> bool:
+        """Whether nothing more is read."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until nothing more is read; whatever went wrong is told elsewhere."""
+        ...
+
+    def hold(self) -> None:
+        """A step began that somebody else must fence."""
+        ...
+
+    def mark_torn(self, reason: str) -> bool:
+        """The tensors moved while they were read."""
+        ...
+
+
+class StepGuard:
+    """Counts optimizer steps against fences, for every optimizer of the process, while it is open.
+
+    A step without a closure moves the weights at once, so it is fenced here. A step with a closure first
+    runs forward and backward in it, which a snapshot should overlap: whoever runs the closure fences at
+    its end (HeteroDDP, SnapshotCallback). If nobody did, the snapshot is torn.
+
+    All calls come from the thread that trains.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[Reader, frozenset[int]]] = []
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+
+    def watch(self, reader: Reader, tensors: Iterable[Tensor]) -> None:
+        """Guard `tensors` until `reader` is fenced."""
+        self._watched = [watched for watched in self._watched if not watched[0].fenced]
+        self._watched.append((reader, frozenset(tensor.data_ptr() for tensor in tensors)))
+
+    def close(self) -> None:
+        """Stop watching. May be called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._watched = []
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_closure = kwargs.get("closure") is not None or any(arg is not None for arg in args[1:])
+        for reader in self._readers_of(optimizer):
+            if has_closure:
+                reader.hold()
+            else:
+                reader.settle()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for reader in self._readers_of(optimizer):
+            if not reader.fenced:
+                reader.mark_torn(
+                    f"{type(optimizer).__name__}.step() moved the weights while the snapshot still read them. "
+                    "Call `fence()` after backward and before the weights move; HeteroDDP and SnapshotCallback do."
+                )
+
+    def _readers_of(self, optimizer: Optimizer) -> Iterator[Reader]:
+        for reader, addresses in self._watched:
+            if not reader.fenced and any(
+                parameter.data_ptr() in addresses
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
+                yield reader
+
+
+class Versions:
+    """How often each of some tensors had been changed in place, to tell later which ones moved.
+
+    It is no proof of the contrary: fused optimizers and writes through `.data` do not count.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # Inference tensors keep no count.
+        self._seen = {
+            name: (tensor, tensor._version)  # noqa: SLF001 (the only name that autograd gives it)
+            for name, tensor in tensors.items()
+            if not tensor.is_inference()
+        }
+
+    def moved(self) -> list[str]:
+        """The names of the tensors that were changed in place since."""
+        return [name for name, (tensor, seen) in self._seen.items() if tensor._version != seen]  # noqa: SLF001

@@ -1,0 +1,154 @@
+"""The head of a stripe: what makes a file of raw rows a safetensors file that stock readers open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetckpt.checkpoint.layout import BLOCK_BYTES, padded
+from lightning_hetckpt.checkpoint.manifest import (
+    ID_PATTERN,
+    DamageError,
+    array,
+    decode_json,
+    fields,
+    matching,
+    measure,
+    read_shape,
+    text,
+    whole,
+)
+from lightning_hetckpt.checkpoint.shard_plan import StripePlan, TensorSpec
+from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones
+_LENGTH_BYTES = 8
+_OPENING = b'{"__metadata__":{"snapshot":"'
+_ID_FROM = _LENGTH_BYTES + len(_OPENING)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """A piece as a stripe's header tells it: `shape` is the piece's own, `row` its first row in the tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    row: int
+    offset: int  # from the start of the data section
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StripeHeader:
+    """What a stripe says of itself."""
+
+    snapshot_id: str
+    data_start: int  # bytes from the start of the file
+    data_bytes: int
+    pieces: dict[str, HeldPiece]
+
+
+def build_header(stripe: StripePlan, specs: Mapping[str, TensorSpec], snapshot_id: str) -> bytes:
+    """The bytes before the data of `stripe`: a multiple of 4096, as many for every snapshot of one plan."""
+    held: dict[str, Any] = {}
+    offsets: dict[str, Any] = {}
+    for piece in stripe.pieces:
+        shape = specs[piece.name].shape
+        held[piece.name] = {
+            "dtype": specs[piece.name].dtype,
+            "shape": (piece.rows, *shape[1:]) if shape else (),
+            "data_offsets": (piece.offset, piece.offset + piece.nbytes),
+        }
+        # torch.distributed.checkpoint learns from this that the tensor is larger than the piece.
+        offsets[piece.name] = {"saved_offsets": (piece.row, *(0 for _ in shape[1:])) if shape else ()}
+    about = {"snapshot": snapshot_id, "format": "pt", "DCP_SHARDING_INFO": _compact(offsets)}
+    body = _compact({"__metadata__": about, **held}).encode()
+    nbytes = padded(_LENGTH_BYTES + len(body))
+    if nbytes > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{stripe.file}: {len(stripe.pieces)} tensors need a header of {nbytes} bytes, safetensors allows "
+            f"{MAX_HEADER_BYTES}; write with more ranks or drives."
+        )
+    length = nbytes - _LENGTH_BYTES
+    return length.to_bytes(_LENGTH_BYTES, "little") + body.ljust(length)
+
+
+def stamp_header(header: bytes, snapshot_id: str) -> bytes:
+    """The header of the same plan for another snapshot, without going through its tensors again."""
+    return header[:_ID_FROM] + snapshot_id.encode() + header[_ID_FROM + len(snapshot_id) :]
+
+
+def header_bytes(first: bytes, path: Path) -> int:
+    """How many bytes of a stripe to give to `read_header`, told by its first 8."""
+    nbytes = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if len(first) < _LENGTH_BYTES or nbytes > MAX_HEADER_BYTES or nbytes % BLOCK_BYTES:
+        raise CorruptCheckpointError(
+            f"{path}: starts with {first[:_LENGTH_BYTES].hex()}, expected the length of a header that ends at a "
+            f"multiple of {BLOCK_BYTES} bytes. Resume from another snapshot."
+        )
+    return nbytes
+
+
+def read_header(data: bytes, path: Path) -> StripeHeader:
+    """Read the head of a stripe that anybody may have written.
+
+    Args:
+        data: the file's first `header_bytes`; more does no harm.
+        path: the file, for the error.
+
+    Raises:
+        CorruptCheckpointError: anything in it is not as FORMAT.md says.
+    """
+    nbytes = header_bytes(data[:_LENGTH_BYTES], path)
+    try:
+        if len(data) < nbytes:
+            raise DamageError(f"{len(data)} bytes, expected {nbytes}")
+        return _header(decode_json(data[_LENGTH_BYTES:nbytes]), nbytes)
+    except (DamageError, RecursionError) as damage:
+        raise CorruptCheckpointError(f"{path}: bad header: {damage}. Resume from another snapshot.") from None
+
+
+def _header(plain: dict[str, Any], nbytes: int) -> StripeHeader:
+    about = fields(
+        plain.pop("__metadata__", None), "__metadata__", {"snapshot", "format", "DCP_SHARDING_INFO"}
+    )
+    snapshot_id = matching(ID_PATTERN, about["snapshot"], "snapshot")
+    sharding = decode_json(text(about["DCP_SHARDING_INFO"], "DCP_SHARDING_INFO").encode())
+    fields(sharding, "DCP_SHARDING_INFO", set(plain))
+    pieces = {text(name, "name"): _piece(name, held, sharding[name]) for name, held in plain.items()}
+    end = 0
+    for name, piece in sorted(pieces.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if piece.offset != end:
+            raise DamageError(f"tensor {name!r} starts at byte {piece.offset} of the data, expected {end}")
+        end += piece.nbytes
+    return StripeHeader(snapshot_id, nbytes, end, pieces)
+
+
+def _piece(name: str, value: Any, sharding: Any) -> HeldPiece:
+    get = fields(value, f"tensor {name!r}", {"dtype", "shape", "data_offsets"})
+    shape = read_shape(get["shape"], name)
+    rows, row_bytes = measure(get["dtype"], shape, name)
+    start, end = _whole_numbers(get["data_offsets"], 2, f"data_offsets of {name!r}")
+    if end - start != rows * row_bytes:
+        raise DamageError(
+            f"tensor {name!r} takes {end - start} bytes, its shape and dtype {rows * row_bytes}"
+        )
+    saved = fields(sharding, f"DCP_SHARDING_INFO of {name!r}", {"saved_offsets"})["saved_offsets"]
+    place = _whole_numbers(saved, len(shape), f"saved_offsets of {name!r}")
+    if any(place[1:]):
+        raise DamageError(f"tensor {name!r} is cut at {place}, expected a cut along the first dimension")
+    return HeldPiece(get["dtype"], shape, place[0] if place else 0, start, end - start)
+
+
+def _whole_numbers(value: Any, count: int, what: str) -> list[int]:
+    numbers = [whole(number, what) for number in array(value, what)]
+    if len(numbers) != count:
+        raise DamageError(f"{what} holds {len(numbers)} numbers, expected {count}")
+    return numbers
+
+
+def _compact(plain: Any) -> str:
+    return json.dumps(plain, separators=(",", ":"))

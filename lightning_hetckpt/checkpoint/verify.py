@@ -1,0 +1,116 @@
+"""Whether a checkpoint on disk is what its manifest promises. Reads only; trusts nothing that it reads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import xxhash
+
+from lightning_hetckpt.checkpoint.direct_io import read_into
+from lightning_hetckpt.checkpoint.layout import MANIFEST_NAME, META_NAME
+from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
+from lightning_hetckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+_MANIFEST_LIMIT_BYTES = 2**28  # a checkpoint of 10 TB has a manifest of about 30 MB
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` names a checkpoint of ours, damaged or not: its folder, or `meta.pt` in it."""
+    folder = path.parent if path.name == META_NAME else path
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint folder `path`.
+
+    Raises:
+        CheckpointNotFoundError: no manifest lies there.
+        CorruptCheckpointError: something else lies there, or one that is damaged.
+    """
+    file = path / MANIFEST_NAME
+    try:
+        # Someone may have put a link or a pipe there: follow neither, wait for neither.
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(
+            f"{path}: found no {MANIFEST_NAME}, expected the folder of a committed checkpoint"
+        ) from None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MANIFEST_LIMIT_BYTES:
+            raise CorruptCheckpointError(
+                f"{file}: {stat.filemode(found.st_mode)} with {found.st_size} bytes, expected a plain file "
+                f"of at most {_MANIFEST_LIMIT_BYTES} bytes"
+            )
+        with os.fdopen(fd, "rb", closefd=False) as opened:
+            return Manifest.from_json(opened.read(), file)
+    finally:
+        os.close(fd)
+
+
+def holds(path: Path, snapshot_id: str) -> bool:
+    """Whether `path` is the sound folder of this very snapshot."""
+    try:
+        return read_manifest(path).snapshot_id == snapshot_id
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return False
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Every file of the manifest exists in `path`, or behind a link there, with its exact length.
+
+    Raises:
+        CorruptCheckpointError: names the first file that does not.
+    """
+    for entry in manifest.files.values():
+        file = path / entry.name
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise CorruptCheckpointError(
+                f"{file}: cannot be read ({error.strerror}), expected {entry.nbytes} bytes; is its drive mounted?"
+            ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptCheckpointError(f"{file}: {stat.filemode(found.st_mode)}, expected a plain file")
+        if found.st_size != entry.nbytes:
+            raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
+
+
+def check_hashes(path: Path, manifest: Manifest) -> None:
+    """Every chunk of every file that was saved with checksums has the hash that the manifest gives.
+
+    Raises:
+        CorruptCheckpointError: names the first file and chunk that has not.
+    """
+    for entry in manifest.files.values():
+        _check_chunks(path / entry.name, entry)
+
+
+def _check_chunks(file: Path, entry: FileEntry) -> None:
+    buffer = memoryview(bytearray(min(entry.chunk_bytes, entry.nbytes)))
+    for index, expected in enumerate(entry.chunks):
+        offset = index * entry.chunk_bytes
+        chunk = buffer[: min(entry.chunk_bytes, entry.nbytes - offset)]
+        read_into(file, offset, chunk)
+        found = xxhash.xxh3_64_hexdigest(chunk)
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{file}: chunk {index} ({len(chunk)} bytes at offset {offset}) has the hash {found}, expected "
+                f"{expected}; its bytes have changed since it was written. Use another checkpoint."
+            )
+
+
+def verify(path: Path) -> None:
+    """The checkpoint `path` is whole: manifest, lengths and the hash of every chunk.
+
+    Raises:
+        CheckpointNotFoundError: `path` is no committed checkpoint.
+        CorruptCheckpointError: names the file, and the chunk where it is one, that is damaged.
+    """
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    check_hashes(path, manifest)

@@ -1,0 +1,236 @@
+"""StripedAsyncCheckpointIO: save, load and remove checkpoints through the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetckpt.channel import present_channel
+from lightning_hetckpt.checkpoint import restore
+from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, META_NAME
+from lightning_hetckpt.checkpoint.snapshotter import Snapshot, Snapshotter
+from lightning_hetckpt.checkpoint.verify import is_checkpoint
+from lightning_hetckpt.errors import ConfigurationError
+
+
+class StripedAsyncCheckpointIO(CheckpointIO):
+    """Writes checkpoints as folders of safetensors stripes, over all drives, while training goes on.
+
+    Under `HeteroDDP`, and from `SnapshotCallback` under any replicated strategy, all ranks write together.
+    Elsewhere rank 0 writes all. Loads its own checkpoints and the files of stock Lightning.
+
+    Args:
+        dirs: one folder on each drive that shares the bytes; None is the checkpoint's own drive.
+        buffer_bytes: memory per rank that bytes pass through on their way to the drives. None is the rank's
+            share of a checkpoint, at most a quarter of the host's free memory over its ranks, at least 64 MiB.
+            With less than the share, training waits for the drives before the next optimizer step.
+        checksum: keep a hash of every 8 MiB and check it on loading.
+        direct: go past the page cache; "auto" where a drive allows it, True insists, False never.
+        snapshots: let HeteroDDP add a `SnapshotCallback` where the Trainer has none.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    def __init__(
+        self,
+        dirs: Sequence[str | Path] | None = None,
+        buffer_bytes: int | None = None,
+        checksum: bool = True,
+        direct: bool | Literal["auto"] = "auto",
+        snapshots: bool = True,
+    ) -> None:
+        if isinstance(dirs, str | Path) or (dirs is not None and not dirs):
+            raise ConfigurationError(f"dirs is {dirs!r}, expected a list of folders, one per drive, or None.")
+        if dirs is not None and len({Path(drive).absolute() for drive in dirs}) != len(dirs):
+            raise ConfigurationError(
+                f"dirs names a folder twice: {list(map(str, dirs))}. Name each drive once."
+            )
+        if buffer_bytes is not None and buffer_bytes < 2 * CHUNK_BYTES:
+            raise ConfigurationError(
+                f"buffer_bytes is {buffer_bytes}, expected at least {2 * CHUNK_BYTES} (two chunks of 8 MiB) or None."
+            )
+        if direct not in (True, False, "auto"):
+            raise ConfigurationError(f'direct is {direct!r}, expected True, False or "auto".')
+        self.dirs = dirs
+        self.buffer_bytes = buffer_bytes
+        self.checksum = checksum
+        self.direct = direct
+        self.snapshots = snapshots
+        self.resume_from: Path | None = None  # the parent of the next checkpoint
+        self._engine: Snapshotter | None = None  # from the first save to `teardown`
+
+    def begin(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        *,
+        stable: Collection[Tensor] = (),
+        rank_state: bytes = b"",
+    ) -> Snapshot:
+        """Begin to save, on every rank of the process group; returns when everything but `stable` is copied.
+
+        Args:
+            checkpoint: the same tensors on all ranks; of everything but `stable`, rank 0's counts.
+            path: of the checkpoint, the same on all ranks.
+            stable: live tensors that are equal on all ranks and that nobody changes before
+                `Snapshot.fence` has returned: parameters and optimizer state.
+            rank_state: bytes to keep of this very rank, such as its random number generators.
+        """
+        return self._ready().begin(checkpoint, _local(path), stable, rank_state)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save from this process alone; the caller may change everything afterwards.
+
+        Durable on return where nobody would call `teardown` (outside a running Trainer) or wait for it
+        (the checkpoints of a job that is requeued), else soon after.
+
+        Raises:
+            CheckpointError: this save, or one before it that nobody has heard of yet, failed.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(self).__name__}"
+            )
+        engine = self._ready()
+        engine.raise_failures()
+        snapshot = engine.begin(checkpoint, _local(path), alone=True)
+        snapshot.fence()
+        if self.must_be_durable(path) or not _inside_running_trainer():
+            snapshot.wait()
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`: a folder of ours, its meta.pt, or a file of stock Lightning.
+
+        Args:
+            map_location: as in `torch.load`; None is the CPU.
+            weights_only: as in `torch.load`; None is True.
+
+        Raises:
+            CheckpointNotFoundError: nothing lies there.
+            CorruptCheckpointError: names the file whose bytes are not those that were written.
+            CheckpointError: it holds objects that only `weights_only=False` may load.
+        """
+        folder = _folder_of(Path(path))
+        self.wait(folder)
+        if not is_checkpoint(folder) and not folder.is_dir() and (folder.exists() or "://" in str(path)):
+            stock = TorchCheckpointIO()
+            return stock.load_checkpoint(path, map_location or _stay_on_cpu, weights_only)
+        loaded = restore.load(folder, weights_only, map_location)
+        self.resume_from = folder
+        if self._engine is not None:
+            self._engine.resumed_from(folder)
+        return loaded
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove what lies at `path`, behind the saves begun so far; it stays if the last of them fails."""
+        self._ready().remove(_local(path))
+
+    def retire(self, folder: str | Path, keep_last: int) -> None:
+        """Leave the newest `keep_last` snapshots (`step=N.ckpt`) in `folder`, behind the saves begun so far."""
+        self._ready().retire(_local(folder), keep_last)
+
+    def pending(self, path: str | Path) -> bool:
+        """Whether a save to `path` is under way: it will exist, but does not yet."""
+        return self._engine is not None and self._engine.pending(Path(path))
+
+    def wait(self, path: str | Path | None = None) -> None:
+        """Return when everything begun, or what was begun for `path`, is durable.
+
+        Raises:
+            CheckpointError: a save failed, and nobody has been told yet.
+        """
+        if self._engine is not None:
+            self._engine.wait(None if path is None else Path(path))
+
+    def must_be_durable(self, path: str | Path) -> bool:
+        """Whether a save to `path` may not end in the background: Lightning requeues the job right behind it."""
+        return Path(path).name.startswith("hpc_ckpt_")
+
+    def places(self, folder: str | Path) -> str:
+        """Where the bytes of checkpoints in `folder` go, in words."""
+        return ", ".join(map(str, [folder] if self.dirs is None else self.dirs))
+
+    @override
+    def teardown(self) -> None:
+        """Finish everything and end all threads. May be called twice; the next save starts anew.
+
+        Raises:
+            CheckpointError: a save failed, and nobody has been told yet.
+        """
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            self.resume_from = engine.newest or self.resume_from
+            engine.raise_failures()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Launchers pickle the Trainer before they start processes; threads stay where they are.
+        return {**vars(self), "_engine": None}
+
+    def _ready(self) -> Snapshotter:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self._engine is not None and self._engine.channel.size != ranks:
+            self.teardown()  # the process group came or went
+        if self._engine is None:
+            self._engine = Snapshotter(
+                None if self.dirs is None else [Path(drive) for drive in self.dirs],
+                self.buffer_bytes,
+                self.checksum,
+                self.direct,
+                present_channel(),
+            )
+            if self.resume_from is not None:
+                self._engine.resumed_from(self.resume_from)
+        return self._engine
+
+
+def _local(path: str | Path) -> Path:
+    if "://" in str(path):
+        raise ConfigurationError(
+            f"{path}: checkpoints are striped over local drives, expected a local path. Use TorchCheckpointIO for "
+            "remote ones."
+        )
+    return Path(path)
+
+
+def _folder_of(path: Path) -> Path:
+    return path.parent if path.name == META_NAME and is_checkpoint(path) else path
+
+
+def _stay_on_cpu(storage: Any, location: str) -> Any:
+    return storage
+
+
+def _inside_running_trainer() -> bool:
+    """Whether a Trainer's loop called us, which will call `teardown` in the end.
+
+    CheckpointIO is told neither by an argument nor by a hook, and stock strategies keep no note, so we look
+    who our callers are. A save in another thread (AsyncCheckpointIO around us) is nobody's to finish.
+    """
+    lightning = sys.modules.get("lightning.pytorch")
+    if lightning is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (documented, in spite of its name)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, lightning.Trainer):
+            return bool(caller.state.status == "running")
+        frame = frame.f_back
+    return False

@@ -1,0 +1,334 @@
+"""The one file that knows Lightning's private names.
+
+Each function says which behaviour of Lightning 2.6 it leans on, so that a new release is checked in one
+place. Importing this file imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hetckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+STRATEGY_NAMES: dict[str, dict[str, Any]] = {
+    "hetero_ddp": {},
+    "hetero_ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+    "hetero_ddp_spawn": {"start_method": "spawn"},
+    "hetero_ddp_fork": {"start_method": "fork"},
+    "hetero_ddp_notebook": {"start_method": "fork"},
+}
+
+
+# ---------------------------------------------------------------- registration
+
+
+def install_registration() -> None:
+    """Register the strategy names now if Lightning is loaded, else in the moment it has been."""
+    lightning = sys.modules.get("lightning.pytorch")
+    if lightning is not None and hasattr(lightning, "Trainer"):
+        _register_names()
+    elif not any(isinstance(finder, _LightningWatcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LightningWatcher())
+
+
+def _register_names() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for name, options in STRATEGY_NAMES.items():
+        StrategyRegistry.register(
+            name, _make_strategy, description="DDP for devices of unequal speed", override=True, **options
+        )
+
+
+def _make_strategy(**options: Any) -> Any:
+    # Imported at first use: at registration `lightning_hetckpt.strategy` may itself be half imported.
+    from lightning_hetckpt.strategy import HeteroDDP
+
+    return HeteroDDP(**options)
+
+
+class _LightningWatcher(importlib.abc.MetaPathFinder):
+    """Waits for the first import of `lightning.pytorch`, then leaves `sys.meta_path`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "lightning.pytorch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(importlib.abc.Loader):
+    """Loads the module as `loader` would, then registers the names."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register_names()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+@cache
+def refuse_other_lightning() -> None:
+    """Make a `pytorch_lightning` Trainer say why it cannot use our strategy.
+
+    It would only answer that the strategy's name is invalid, since its class tree is another one.
+    """
+    other = sys.modules.get("pytorch_lightning.trainer.connectors.accelerator_connector")
+    if other is None:
+        refuse_other_lightning.cache_clear()
+        return
+    original = other._AcceleratorConnector.__init__
+
+    @wraps(original)
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        from lightning_hetckpt.strategy import HeteroDDP
+
+        if any(isinstance(value, HeteroDDP) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(
+                "HeteroDDP was given to a `pytorch_lightning` Trainer, but it belongs to `lightning`; the two "
+                "packages are separate class trees. Use `from lightning.pytorch import Trainer`."
+            )
+        original(self, *args, **kwargs)
+
+    other._AcceleratorConnector.__init__ = refusing
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """The dictionary that `trainer.save_checkpoint` would write; to be called on all ranks."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def continue_behind_batch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Make a fit that resumes from a save of `on_train_batch_end` go on right behind that batch.
+
+    Lightning guesses from the counters where it was stopped. After the last batch of an epoch it skips the
+    validation and the end hooks of that epoch, and validation that was due is left out. Here the counters
+    are moved to the end of the batch, and the first turn of the loop runs only what follows a batch
+    (validation when due, plateau schedulers, loggers). A checkpoint saved elsewhere is left alone.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if progress is None:
+        return
+    total, current = progress["total"], progress["current"]
+    if not total["ready"] == total["started"] == total["processed"] == total["completed"] + 1:
+        return
+    total["completed"] += 1
+    current["completed"] += 1
+
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if fit_loop.max_steps == -1 or checkpoint["global_step"] <= fit_loop.max_steps:
+        fit_loop.__class__ = _never_done_before_first_turn(type(fit_loop))
+        fit_loop._first_turn_due = True
+
+    def finish_the_batch(data_fetcher: Any) -> None:
+        del epoch_loop.advance
+        fit_loop._first_turn_due = False
+        if not epoch_loop.restarting:  # the fit that was prepared never began; this one is fresh
+            epoch_loop.advance(data_fetcher)
+            return
+        # From here on nothing is special: schedulers step and validation starts from its beginning.
+        epoch_loop.restarting = False
+        fit_loop._restarting = False  # its setter stays True for ever where `max_steps` counts
+
+    epoch_loop.advance = finish_the_batch
+
+
+@cache
+def _never_done_before_first_turn(loop: type) -> type:
+    """A fit loop that does not stop at `max_steps` before the resumed batch was finished."""
+
+    def done(self: Any) -> bool:
+        return False if getattr(self, "_first_turn_due", False) else bool(loop.done.fget(self))  # type: ignore[attr-defined]
+
+    return type(loop.__name__, (loop,), {"done": property(done)})
+
+
+def load_late_loader_state(trainer: Trainer) -> None:
+    """Hand a saved loader state to loaders that were set up before the checkpoint was read.
+
+    Reading `trainer.estimated_stepping_batches` in `configure_optimizers` sets the loaders up early, and
+    Lightning then forgets the state (Lightning issue 20550).
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader_states_to_load and loop._combined_loader is not None:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
+        iter(loop._data_fetcher)
+
+
+def find_last_snapshot_too() -> None:
+    """Let `ckpt_path="last"` also consider the newest whole snapshot of a `SnapshotCallback`.
+
+    Lightning resolves the word before any hook runs and asks only ModelCheckpoint, so its connector is
+    extended once per process. Without one of our callbacks nothing changes.
+    """
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    original = _CheckpointConnector._parse_ckpt_path
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def parse(self: Any, state_fn: Any, ckpt_path: Any, **kwargs: Any) -> Any:
+        from lightning_hetckpt.resume import newest_snapshot
+
+        snapshot = (
+            newest_snapshot(self.trainer, _last_of_stock(self.trainer)) if ckpt_path == "last" else None
+        )
+        return original(self, state_fn, ckpt_path, **kwargs) if snapshot is None else str(snapshot)
+
+    _CheckpointConnector._parse_ckpt_path = parse
+
+
+def _last_of_stock(trainer: Trainer) -> float | None:
+    """When ModelCheckpoint or OnExceptionCheckpoint saved last, in unix seconds."""
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    paths: set[str] = set()
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            paths |= callback._find_last_checkpoints(trainer)
+        elif isinstance(callback, OnExceptionCheckpoint):
+            paths.add(callback.ckpt_path)
+    return max((Path(path).stat().st_mtime for path in paths if Path(path).exists()), default=None)
+
+
+def order_model_checkpoints(
+    trainer: Trainer, pending: Callable[[str], bool], wait: Callable[[str], None]
+) -> None:
+    """Let every ModelCheckpoint see saves that are still being written.
+
+    A pending path counts as existing, so that version suffixes equal those of a synchronous save; and
+    `save_last="link"` points to a checkpoint only when that one is durable.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_link_checkpoint") and "_link_checkpoint" not in vars(callback):
+            _order_one(callback, pending, wait)  # type: ignore[arg-type]
+
+
+def _order_one(
+    callback: ModelCheckpoint, pending: Callable[[str], bool], wait: Callable[[str], None]
+) -> None:
+    exists, link = callback.file_exists, callback._link_checkpoint
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        if trainer.strategy.reduce_boolean_decision(pending(str(filepath)), all=False):
+            return True
+        return exists(filepath, trainer)
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        wait(filepath)
+        link(trainer, filepath, linkpath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
+    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+
+
+def restore_model_checkpoints(trainer: Trainer) -> None:
+    """Undo `order_model_checkpoints`, so that the callbacks can be pickled and used elsewhere."""
+    for callback in trainer.checkpoint_callbacks:
+        vars(callback).pop("file_exists", None)
+        vars(callback).pop("_link_checkpoint", None)
+
+
+def add_callback(trainer: Trainer, callback: Callback) -> None:
+    """Add `callback` as the last one before the Checkpoint callbacks.
+
+    So averaging callbacks have already run when a snapshot begins.
+    """
+    from lightning.pytorch.callbacks import Checkpoint
+
+    at = next((i for i, other in enumerate(trainer.callbacks) if isinstance(other, Checkpoint)), None)
+    trainer.callbacks.insert(len(trainer.callbacks) if at is None else at, callback)
+
+
+# ---------------------------------------------------------------- data
+
+
+def watch_train_loaders(trainer: Trainer, check: Callable[[list[Any]], None]) -> None:
+    """Call `check` with the user's own train loaders, before Lightning rebuilds them.
+
+    Lightning re-creates a loader to inject its DistributedSampler, which fails for custom batch samplers
+    with advice that does not hold under HeteroDDP.
+    """
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    source = trainer.fit_loop._data_source
+    if "dataloader" in vars(source):
+        return
+    request = source.dataloader
+
+    def dataloader() -> Any:
+        loaders = request()
+        combined = (
+            loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+        )
+        check(list(combined.flattened))
+        return loaders
+
+    source.dataloader = dataloader  # type: ignore[method-assign]
+
+
+def sampler_beneath(sampler: Any) -> Any | None:
+    """The user's own sampler inside Lightning's DistributedSamplerWrapper, or None for any other sampler."""
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    return sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else None
+
+
+def train_stage(trainer: Trainer) -> bool:
+    """Whether the loader being set up is a train loader, or the batch being run a training batch."""
+    from lightning.pytorch.trainer.states import RunningStage
+
+    return trainer.state.stage == RunningStage.TRAINING
+
+
+def epoch_and_batch(trainer: Trainer) -> tuple[int, int]:
+    """The epoch, as Lightning tells it to samplers, and the batch in it that is being trained."""
+    loop = trainer.fit_loop
+    return loop.epoch_progress.current.processed, max(loop.epoch_loop.batch_idx, 0)
+
+
+def trained_batches(trainer: Trainer) -> int:
+    """Batches of this epoch whose training step is finished; right inside `on_train_batch_end`, too."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def count_logged_samples(trainer: Trainer, samples: int) -> None:
+    """Weigh what this batch logs for the epoch by `samples` instead of a guess from the first tensor."""
+    results = trainer._results
+    if results is not None:
+        results.batch_size = samples
+
+
+def first_train_loader_state(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """The saved state of the first stateful train loader, wherever it came from."""
+    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return next(iter(states), None) if isinstance(states, Iterable) else None

@@ -1,0 +1,129 @@
+"""What a resumed run needs so that it goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetckpt import host
+from lightning_hetckpt.checkpoint import publish, restore, rng_state
+from lightning_hetckpt.checkpoint.verify import is_checkpoint
+from lightning_hetckpt.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger("lightning_hetckpt")
+
+
+def stable_tensors(module: LightningModule, optimizers: list[Optimizer]) -> list[Tensor]:
+    """The tensors that only an optimizer step moves and that are equal on every rank.
+
+    These are all parameters, frozen ones too, and all optimizer state. A sharded optimizer
+    (ZeroRedundancyOptimizer) has other state on every rank, so its tensors are left out; Lightning tells it
+    by the same attribute.
+    """
+    tensors = list(module.parameters())
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            for state in optimizer.state.values():
+                tensors.extend(value for value in state.values() if isinstance(value, Tensor))
+    return tensors
+
+
+def newest_snapshot(trainer: Trainer, rival_s: float | None) -> Path | None:
+    """The newest whole snapshot of the Trainer's callbacks, if it is newer than `rival_s`, else None.
+
+    Every byte is read back before a snapshot counts as whole. Under HeteroDDP only rank 0 does so; the
+    others take its word in `agree_on_last`.
+
+    Args:
+        rival_s: unix seconds of the newest checkpoint that Lightning itself would choose, if any.
+    """
+    from lightning_hetckpt.callbacks import SnapshotCallback, ensure_snapshots
+    from lightning_hetckpt.strategy import HeteroDDP
+
+    ensure_snapshots(trainer)
+    reads_back = trainer.global_rank == 0 or not isinstance(trainer.strategy, HeteroDDP)
+    found: list[tuple[float, Path, SnapshotCallback]] = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, SnapshotCallback):
+            path = publish.newest_whole(callback.folder(trainer), verify_hashes=reads_back, log=log.warning)
+            if path is not None:
+                found.append((publish.read_manifest(path).created_unix_s, path, callback))
+    if not found:
+        return None
+    taken_s, path, callback = max(found, key=lambda one: one[0])
+    if rival_s is not None and rival_s > taken_s:
+        return None
+    callback.last_resolved = path
+    return path
+
+
+def agree_on_last(trainer: Trainer) -> dict[str, str]:
+    """What `ckpt_path="last"` meant to this rank, mapped to what it means to rank 0; on all ranks at once.
+
+    Empty where the word was not used.
+
+    Raises:
+        ConfigurationError: some ranks found a snapshot and others none; Lightning would let the first
+            wait for the others for ever.
+    """
+    from lightning_hetckpt.callbacks import SnapshotCallback
+
+    own: str | None = None
+    for callback in trainer.callbacks:
+        if isinstance(callback, SnapshotCallback) and callback.last_resolved is not None:
+            own, callback.last_resolved = str(callback.last_resolved), None
+    chosen: str | None = trainer.strategy.broadcast(own)
+    found = trainer.strategy.reduce_boolean_decision(own is not None, all=False)
+    if not found:
+        return {}
+    everywhere = trainer.strategy.reduce_boolean_decision(own is not None, all=True)
+    if not everywhere or own is None or chosen is None:
+        raise ConfigurationError(
+            f'ckpt_path="last": rank {trainer.global_rank} found {own}, rank 0 found {chosen}, and at least one rank '
+            "found no snapshot. Give every host the same snapshot folder, or pass the path itself."
+        )
+    return {own: chosen}
+
+
+def prepare(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Set the loops so that the fit goes on right behind the saved batch; may be called twice."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        host.continue_behind_batch(trainer, checkpoint)
+
+
+def restore_streams(trainer: Trainer, path: str | Path | None) -> None:
+    """Give each rank its random streams back, at the last moment before the first batch is drawn.
+
+    With another world size the streams derive from (seed, step, rank), and one line says so. A checkpoint
+    of stock Lightning has none: nothing happens.
+
+    Args:
+        path: the checkpoint that this fit resumed from, if any.
+    """
+    if not path or not is_checkpoint(Path(path)):
+        return
+    try:
+        states = restore.load_rank_states(Path(path))
+        if len(states) == trainer.world_size:
+            if states[trainer.global_rank]:
+                rng_state.restore(states[trainer.global_rank])
+            return
+    except CheckpointError as error:  # weights and optimizer are whole; only the masks will differ
+        log.warning("%s: the random streams are lost: %s", path, error)
+        return
+    if any(states):
+        rng_state.derive(int(os.environ.get("PL_GLOBAL_SEED", 0)), trainer.global_step, trainer.global_rank)
+        rank_zero_info(
+            f"{path} was saved by {len(states)} ranks and goes on with {trainer.world_size}: "
+            "random streams (dropout) derive anew from seed, step and rank."
+        )
