@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ class SnapshotCallback(Callback):
             return
         self._last_step = step
         began = perf_counter()
+        # One at a time: whatever kills the job now, at most the step just finished is lost.
+        self._await_durable()
         plugin = _plugin(trainer)
         folder = self.folder(trainer)
         self.last_snapshot = plugin.begin(
@@ -130,9 +133,7 @@ class SnapshotCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fence()
-        if self.last_snapshot is not None:
-            _plugin(trainer).wait()
+        self._await_durable()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -145,14 +146,23 @@ class SnapshotCallback(Callback):
 
     def _fence(self) -> None:
         snapshot = self.last_snapshot
-        if snapshot is None or snapshot.fenced:
-            return
-        began = perf_counter()
+        if snapshot is not None and not snapshot.fenced:
+            began = perf_counter()
+            self._try(snapshot.fence)
+            self.last_stall_s += perf_counter() - began
+
+    def _await_durable(self) -> None:
+        if self.last_snapshot is not None:
+            self._try(self.last_snapshot.wait)
+            self.last_snapshot = None
+
+    def _try(self, finish: Callable[[], None]) -> None:
         try:
-            snapshot.fence()
-        except CheckpointError as error:  # this snapshot is lost, the one before stays; training goes on
+            finish()
+        except (CheckpointError, OSError) as error:
+            # This snapshot is lost and the one before stays. Training is worth more than one snapshot.
             log.error("%s", error)
-        self.last_stall_s += perf_counter() - began
+            self.last_snapshot = None
 
 
 def ensure_snapshots(trainer: Trainer) -> None:

@@ -91,17 +91,16 @@ class _RegisteringLoader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
 
-@cache
 def refuse_other_lightning() -> None:
     """Make a `pytorch_lightning` Trainer say why it cannot use our strategy.
 
     It would only answer that the strategy's name is invalid, since its class tree is another one.
     """
     other = sys.modules.get("pytorch_lightning.trainer.connectors.accelerator_connector")
-    if other is None:
-        refuse_other_lightning.cache_clear()
+    connector = getattr(other, "_AcceleratorConnector", None)
+    if connector is None or hasattr(connector.__init__, "_names_the_other"):
         return
-    original = other._AcceleratorConnector.__init__
+    original = connector.__init__
 
     @wraps(original)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +113,8 @@ def refuse_other_lightning() -> None:
             )
         original(self, *args, **kwargs)
 
-    other._AcceleratorConnector.__init__ = refusing
+    refusing._names_the_other = True  # type: ignore[attr-defined]
+    connector.__init__ = refusing
 
 
 # ---------------------------------------------------------------- checkpoints

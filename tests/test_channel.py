@@ -76,5 +76,5 @@ def test_a_background_store_waits_without_stopping_the_main_thread(run_ranks: Ra
 
 
 def test_a_store_of_one_process_cannot_be_reached_again() -> None:
-    with pytest.raises(ConfigurationError, match="HashStore.*rendezvous"):
+    with pytest.raises(ConfigurationError, match=r"HashStore.*rendezvous"):
         channel._reconnected(dist.HashStore())

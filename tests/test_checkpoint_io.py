@@ -107,7 +107,7 @@ def test_a_save_alone_uses_all_drives(tmp_path: Path) -> None:
 def test_begin_overlaps_and_wait_makes_durable(
     gate: Gate, plugin: StripedAsyncCheckpointIO, tmp_path: Path
 ) -> None:
-    state = model, optimizer = training_state()
+    state = _, optimizer = training_state()
     truth = copy.deepcopy(checkpoint(*state))
     snapshot = plugin.begin(
         checkpoint(*state), tmp_path / "a.ckpt", stable=stable(*state), rank_state=b"mine"
@@ -202,7 +202,7 @@ def test_a_path_with_nothing_is_not_found(plugin: StripedAsyncCheckpointIO, tmp_
 def test_remote_paths_and_storage_options_are_refused(
     plugin: StripedAsyncCheckpointIO, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match="s3://bucket.*local"):
+    with pytest.raises(ConfigurationError, match=r"s3://bucket.*local"):
         plugin.save_checkpoint({}, "s3://bucket/a.ckpt")
     with pytest.raises(TypeError, match="storage_options"):
         plugin.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"x": 1})

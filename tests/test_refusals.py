@@ -159,14 +159,20 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused(tmp_path: Pat
 
 def test_a_pytorch_lightning_trainer_is_refused(tmp_path: Path) -> None:
     other = pytest.importorskip("pytorch_lightning")
+    boring_classes = pytest.importorskip("pytorch_lightning.demos.boring_classes")
 
     with pytest.raises(HetckptError, match="from lightning.pytorch import Trainer"):
         other.Trainer(strategy=HeteroDDP(), default_root_dir=tmp_path, logger=False)
     trainer = other.Trainer(
-        callbacks=[SnapshotCallback()], default_root_dir=tmp_path, logger=False, accelerator="cpu", devices=1
+        callbacks=[SnapshotCallback()],
+        default_root_dir=tmp_path,
+        logger=False,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
     )
     with pytest.raises(HetckptError, match="from lightning.pytorch import Trainer"):
-        trainer.fit(other.demos.boring_classes.BoringModel())
+        trainer.fit(boring_classes.BoringModel())
 
 
 def test_a_model_checkpoint_beside_the_callback_still_saves(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Ledger:
         Raises:
             CommitError: the reports do not hold every stripe once.
         """
-        ranks = {"version": 1, "ranks": [report.rank_state for report in reports]}
+        ranks = {"world_size": record.world_size, "rank_states": [report.rank_state for report in reports]}
         written = [entry for report in reports for entry in report.files]
         written.append(record.write(RANKS_NAME, json.dumps(ranks).encode()).result())
         files = {entry.name: entry for entry in written}

@@ -21,10 +21,12 @@ from lightning_hetckpt.checkpoint.layout import META_NAME, RANKS_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, measure
 from lightning_hetckpt.checkpoint.meta import unpack_meta
 from lightning_hetckpt.checkpoint.state_tree import DTYPE_OF, as_bytes
+from lightning_hetckpt.checkpoint.stripe_header import header_bytes, read_header
 from lightning_hetckpt.checkpoint.verify import check_files, read_manifest
 from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 
 _THREADS = 4
+_LENGTH_BYTES = 8  # of a stripe's header
 
 
 def load(path: Path, weights_only: bool | None = None, map_location: Any = None) -> dict[Any, Any]:
@@ -48,6 +50,8 @@ def load(path: Path, weights_only: bool | None = None, map_location: Any = None)
         for name, entry in manifest.tensors.items()
     }
     targets = _targets(manifest, tensors)
+    for file in targets:
+        _check_owner(folder / file, manifest.snapshot_id)
     chunks = [
         (manifest.files[file], offset)
         for file in targets
@@ -82,8 +86,8 @@ def load_rank_states(path: Path) -> list[bytes]:
     if file is None:
         return []
     try:
-        plain = json.loads(_read(folder, file))
-        return [base64.b64decode(state, validate=True) for state in plain["ranks"]]
+        states = json.loads(_read(folder, file))["rank_states"]
+        return [base64.b64decode(state, validate=True) for state in states]
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{folder / RANKS_NAME}: expected the states of {manifest.world_size} ranks ({error!r:.80})."
@@ -95,6 +99,19 @@ def _open(path: Path) -> tuple[Path, Manifest]:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     return folder, manifest
+
+
+def _check_owner(stripe: Path, snapshot_id: str) -> None:
+    """Without checksums nothing else tells a stripe of another snapshot."""
+    first = memoryview(bytearray(_LENGTH_BYTES))
+    read_into(stripe, 0, first)
+    head = memoryview(bytearray(header_bytes(bytes(first), stripe)))
+    read_into(stripe, 0, head)
+    found = read_header(bytes(head), stripe).snapshot_id
+    if found != snapshot_id:
+        raise CorruptCheckpointError(
+            f"{stripe}: belongs to the snapshot {found}, expected {snapshot_id}. Use another checkpoint."
+        )
 
 
 @dataclass(frozen=True, slots=True)

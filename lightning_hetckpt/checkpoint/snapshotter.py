@@ -161,7 +161,9 @@ class Snapshotter:
             self._stager.drain(snapshot, lazy, pool, files)
         finally:
             # Also of a save that failed here: the other ranks wait for a word about it.
-            self._committer.save(Save(snapshot, crew, serial, shared.fingerprint, folders, rank_state, record))
+            self._committer.save(
+                Save(snapshot, crew, serial, shared.fingerprint, folders, rank_state, record)
+            )
         return snapshot
 
     def remove(self, path: Path) -> None:

@@ -118,7 +118,12 @@ def spec(name: str, tensor: Tensor) -> TensorSpec:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a vector of uint8 on its device; nothing is copied."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # Not `view`: a tensor of one element is contiguous whatever its strides are, and `view` minds them.
+    item_bytes = tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(
+        tensor.untyped_storage(), tensor.storage_offset() * item_bytes, (tensor.numel() * item_bytes,), (1,)
+    )
 
 
 def _fits_a_stripe(tensor: Tensor) -> bool:

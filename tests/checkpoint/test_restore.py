@@ -88,11 +88,20 @@ def test_a_drive_that_is_not_there_is_named(ours: Path) -> None:
 
 
 def test_damaged_random_states_are_refused(ours: Path) -> None:
-    (ours / "ranks.json").write_bytes(
-        (ours / "ranks.json").read_bytes().replace(b'"version": 1', b'"version": 2')
-    )
+    data = (ours / "ranks.json").read_bytes()
+    (ours / "ranks.json").write_bytes(data.replace(b'"world_size": 1', b'"world_size": 2'))
     with pytest.raises(CorruptCheckpointError, match=r"ranks\.json"):
         restore.load_rank_states(ours)
+
+
+def test_a_stripe_of_another_snapshot_is_refused_even_without_checksums(tmp_path: Path) -> None:
+    with Snapshotter(checksum=False) as engine:
+        for name in ("a", "b"):
+            engine.begin({"t": torch.ones(3)}, tmp_path / f"{name}.ckpt").wait()
+    stripe = "stripe-r00000-owned.safetensors"
+    shutil.copy(tmp_path / "a.ckpt" / stripe, tmp_path / "b.ckpt" / stripe)
+    with pytest.raises(CorruptCheckpointError, match=r"b\.ckpt.*belongs to the snapshot"):
+        restore.load(tmp_path / "b.ckpt")
 
 
 def test_nothing_there_is_not_found(tmp_path: Path) -> None:

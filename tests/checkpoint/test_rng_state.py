@@ -45,7 +45,9 @@ def test_derived_streams_are_the_same_again_and_differ_by_seed_step_and_rank() -
     assert stream(7, 100_000, 63) == stream(7, 100_000, 63)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"torch": "AAAA"}', rng_state.capture()[:-40], b"\xff"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[1]", b'{"torch": "AAAA"}', rng_state.capture()[:-40], b"\xff"]
+)
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="another snapshot"):
         rng_state.restore(data)

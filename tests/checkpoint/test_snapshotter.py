@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -196,11 +195,11 @@ def test_drives_hold_the_stripes_and_the_checkpoint_links_to_them(tmp_path: Path
     links = [file for file in (tmp_path / "run" / "a.ckpt").iterdir() if file.is_symlink()]
 
     assert len(links) == 3
-    assert all(not os.path.isabs(link.readlink()) for link in links)  # one mount: both may move together
+    assert all(not link.readlink().is_absolute() for link in links)  # one mount: both may move together
     folders = {link.resolve().parent for link in links}
     assert {folder.parents[2] for folder in folders} == set(drives)
     for folder in folders:
-        assert sorted(file.name for file in folder.iterdir())[0] == "owner.json"
+        assert min(file.name for file in folder.iterdir()) == "owner.json"
         assert not (folder / "partial").exists()
         owner = json.loads((folder / "owner.json").read_text())
         assert owner == {"snapshot": folder.name, "checkpoint": str(tmp_path / "run" / "a.ckpt")}
@@ -416,7 +415,7 @@ def test_state_that_grows_gets_a_new_plan_and_a_larger_pool(engine: Snapshotter,
 
 def rank_state_dict(rank: int) -> Any:
     """Parameters and optimizer state are equal on all ranks; buffers are each rank's own."""
-    state = model, optimizer = training_state(width=40)
+    state = model, _ = training_state(width=40)
     model[1].running_mean.fill_(float(rank))
     return state
 

@@ -6,9 +6,9 @@ import copy
 import functools
 import io
 import operator
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ from lightning_hetckpt.checkpoint.state_tree import as_bytes, flatten, spec
 from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoint.trees import DTYPES, assert_same, bits, checkpoint, tensors, training_state, trees
 
-Pair = namedtuple("Pair", "left right")
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
 def through_stripes(tree: Any, weights_only: bool | None = None, map_location: Any = None) -> dict[Any, Any]:
@@ -70,6 +73,7 @@ def test_the_bytes_of_a_tensor_are_its_memory(dtype: torch.dtype) -> None:
     assert bits(tensor[1:]) == bytes(8 * tensor.element_size())
     assert as_bytes(torch.ones((), dtype=dtype)).numel() == tensor.element_size()
     assert as_bytes(torch.ones(0, 3, dtype=dtype)).numel() == 0
+    assert as_bytes(tensor.view(-1)[3:5:2]).numpy().tobytes() == bits(tensor.view(-1)[3:4])
 
 
 def test_names_are_those_that_torch_distributed_checkpoint_makes() -> None:
@@ -191,7 +195,7 @@ def test_objects_need_weights_only_false_and_the_error_says_so() -> None:
 
 
 def test_an_object_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(CheckpointError, match="cannot be pickled.*lambda"):
+    with pytest.raises(CheckpointError, match=r"cannot be pickled.*lambda"):
         pack_meta(flatten({"hook": lambda: None}))
 
 

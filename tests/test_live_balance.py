@@ -1,0 +1,96 @@
+"""The split finds the speeds of the devices, and follows them when they change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_hetckpt import HeteroDDP
+from tests import toy
+
+Ranks = Callable[..., list[Any]]
+BATCH = 48
+REPLAN_EVERY = 10
+
+
+class Paced(toy.Toy):
+    """Needs `pace_s` for each sample, spent asleep so that two ranks on one core do not disturb each other."""
+
+    def __init__(self, paces_s: list[float], change_at: int, changed_s: list[float]) -> None:
+        super().__init__()
+        self.paces_s, self.change_at, self.changed_s = paces_s, change_at, changed_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        paces_s = self.paces_s if self.trainer.global_step < self.change_at else self.changed_s
+        time.sleep(paces_s[self.trainer.global_rank] * len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+class Shares(Callback):
+    """Notes the split of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.found.append(trainer.strategy.plan.shares)
+
+
+def fit(rank: int, root: str, paces_s: list[float], changed_s: list[float], steps: int, change_at: int) -> Any:
+    shares = Shares()
+    strategy = HeteroDDP(global_batch_size=BATCH, replan_every=REPLAN_EVERY)
+    trainer = toy.trainer(root, strategy, len(paces_s), max_steps=steps, max_epochs=-1, callbacks=[shares])
+    model = Paced(paces_s, change_at, changed_s)
+    trainer.fit(model, toy.loader(BATCH * 20, 1))
+    seen = [sorted(indices) for _, _, indices in model.seen]
+    return shares.found, seen, len(strategy.plan_history)
+
+
+def step_s(shares: tuple[int, ...], paces_s: list[float]) -> float:
+    return max(share * pace for share, pace in zip(shares, paces_s, strict=True))
+
+
+def best_s(paces_s: list[float]) -> float:
+    speeds = [1 / pace for pace in paces_s]
+    return BATCH / sum(speeds)
+
+
+def test_the_split_of_a_three_to_one_pair_is_near_the_best_in_three_looks(run_ranks: Ranks, tmp_path: Path) -> None:
+    paces_s = [0.003, 0.001]
+
+    found = run_ranks(fit, 2, str(tmp_path), paces_s, paces_s, 3 * REPLAN_EVERY + 2, 10**6, group=False)
+
+    assert found[0][0] == found[1][0]  # every rank has the same plans
+    assert found[0][0][0] == (24, 24)
+    assert step_s(found[0][0][-1], paces_s) <= 1.1 * best_s(paces_s)
+
+
+def test_a_device_that_changes_its_speed_is_followed(run_ranks: Ranks, tmp_path: Path) -> None:
+    before_s, after_s = [0.001, 0.001], [0.002, 0.001]
+
+    found = run_ranks(fit, 2, str(tmp_path), before_s, after_s, 8 * REPLAN_EVERY, 3 * REPLAN_EVERY, group=False)
+
+    shares = found[0][0]
+    assert step_s(shares[3 * REPLAN_EVERY - 1], before_s) <= 1.1 * best_s(before_s)
+    assert step_s(shares[-1], after_s) <= 1.1 * best_s(after_s)
+
+
+@pytest.mark.parametrize("policy", ["static", "even"])
+def test_other_policies_never_replan(run_ranks: Ranks, tmp_path: Path, policy: str) -> None:
+    found = run_ranks(fit_policy, 2, str(tmp_path), policy, group=False)
+
+    assert found == [1, 1]
+
+
+def fit_policy(rank: int, root: str, policy: str) -> int:
+    strategy = HeteroDDP(policy=policy, shares=[3, 1], replan_every=1)  # type: ignore[arg-type]
+    toy.trainer(root, strategy, 2, max_steps=6, max_epochs=-1).fit(toy.Toy(), toy.loader(64, 4))
+    assert strategy.plan is not None
+    assert strategy.plan.shares == ((6, 2) if policy == "static" else (4, 4))
+    return len(strategy.plan_history)
