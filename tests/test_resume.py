@@ -181,3 +181,64 @@ def test_three_ranks_resume_to_rounding(run_ranks: Ranks, tmp_path: Path) -> Non
     found = run_ranks(resume_everywhere, 3, str(tmp_path), [4, 2, 2], {"max_epochs": 1}, 1e-12, group=False)
 
     assert [wrong for wrong, _ in found] == [{}, {}, {}]
+
+
+def leg(rank: int, root: str, world: int, until: dict[str, Any], ckpt_path: str | None) -> Any:
+    """One part of a journey over several world sizes; every part asks for the loader's own batch size."""
+    model = toy.Toy()
+    strategy = HeteroDDP(policy="even")
+    trainer = toy.trainer(
+        root,
+        strategy,
+        world,
+        plugins=[StripedAsyncCheckpointIO(dirs=[Path(root) / "a", Path(root) / "b"])],
+        num_sanity_val_steps=0,
+        **until,
+    )
+    trainer.fit(model, toy.loader(45, 4), ckpt_path=ckpt_path)
+    return model.seen, strategy.plan_history[-1].global_batch_size
+
+
+def test_other_numbers_of_ranks_go_on_with_the_next_sample(run_ranks: Ranks, tmp_path: Path) -> None:
+    legs = [
+        (2, {"max_steps": 4, "max_epochs": -1}, None),
+        (1, {"max_steps": 9, "max_epochs": -1}, "last"),  # from the middle of an epoch, over its end
+        (3, {"max_epochs": 3}, "last"),
+    ]
+    steps = []
+    for world, until, ckpt_path in legs:
+        found = run_ranks(leg, world, str(tmp_path), world, until, ckpt_path, group=False)
+        assert {batch for _, batch in found} == {8}
+        for parts in zip(*(seen for seen, _ in found), strict=True):
+            steps.append((parts[0][0], sum((indices for _, _, indices in parts), [])))
+
+    assert steps == list(toy.batches(45, 8, 3))
+
+
+def test_a_scheduler_that_asks_for_the_number_of_steps_early_resumes_too(tmp_path: Path) -> None:
+    class OneCycle(toy.Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            steps = int(self.trainer.estimated_stepping_batches)  # sets the loaders up before the restore
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def fit(ckpt_path: Any = None) -> OneCycle:
+        model = OneCycle()
+        trainer = toy.trainer(
+            tmp_path,
+            HeteroDDP(),
+            1,
+            max_epochs=2,
+            callbacks=[SnapshotCallback(keep_last=100)],
+            plugins=[StripedAsyncCheckpointIO()],
+        )
+        trainer.fit(model, toy.loader(48, 8), ckpt_path=ckpt_path)
+        return model
+
+    whole = fit()
+    resumed = fit(tmp_path / "snapshots" / "step=2.ckpt")
+
+    assert resumed.seen == whole.seen[2:]
+    for one, other in zip(toy.parameters(resumed), toy.parameters(whole), strict=True):
+        assert torch.equal(one, other)
