@@ -69,17 +69,17 @@ def main() -> int:
     """Play the five acts, then report."""
     parser = argparse.ArgumentParser(description="Two unequal processes, a snapshot at every step, a kill.")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where the picture goes")
-    parser.add_argument("--steps", type=int, default=30, help="steps of the balanced act before the kill")
+    parser.add_argument("--steps", type=int, default=36, help="steps of the balanced act before the kill")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 
     n = options.steps
-    even = Act("even", devices=2, until=n // 2, slow=True, policy="even")
+    even = Act("even", devices=2, until=n // 3, slow=True, policy="even")
     rest = [
         Act("balanced", devices=2, until=n, slow=True, killed=True),
-        Act("resumed", devices=2, until=n + 10, slow=True),
-        Act("one", devices=1, until=n + 16),
-        Act("three", devices=3, until=n + 22),
+        Act("resumed", devices=2, until=n + 12, slow=True),
+        Act("one", devices=1, until=n + 18),
+        Act("three", devices=3, until=n + 24),
     ]
     console = Console()
     share = CpuShare(f"demo-{os.getpid()}", SLOWER) if CpuShare.works_here() else None

@@ -83,7 +83,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=HeteroDDP(policy=options.policy, replan_every=5),
+        strategy=HeteroDDP(policy=options.policy, replan_every=8),
         plugins=[StripedAsyncCheckpointIO(dirs=options.dirs)],
         callbacks=callbacks,
         max_steps=options.max_steps,

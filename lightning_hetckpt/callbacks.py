@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -148,21 +149,23 @@ class SnapshotCallback(Callback):
         snapshot = self.last_snapshot
         if snapshot is not None and not snapshot.fenced:
             began = perf_counter()
-            self._try(snapshot.fence)
+            self._finish(snapshot, snapshot.fence)
             self.last_stall_s += perf_counter() - began
 
     def _await_durable(self) -> None:
-        if self.last_snapshot is not None:
-            self._try(self.last_snapshot.wait)
-            self.last_snapshot = None
+        snapshot, self.last_snapshot = self.last_snapshot, None
+        if snapshot is not None:
+            self._finish(snapshot, snapshot.wait)
 
-    def _try(self, finish: Callable[[], None]) -> None:
+    def _finish(self, snapshot: Snapshot, finish: Callable[[], None]) -> None:
         try:
             finish()
         except (CheckpointError, OSError) as error:
             # This snapshot is lost and the one before stays. Training is worth more than one snapshot.
             log.error("%s", error)
             self.last_snapshot = None
+            with contextlib.suppress(CheckpointError, OSError):
+                snapshot.wait()  # said once: else the engine would raise it again at the end
 
 
 def ensure_snapshots(trainer: Trainer) -> None:

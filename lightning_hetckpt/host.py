@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,23 @@ def continue_behind_batch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         fit_loop._restarting = False  # its setter stays True for ever where `max_steps` counts
 
     epoch_loop.advance = finish_the_batch
+
+
+def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let an epoch that `max_steps` or `should_stop` cut short go on where it stopped.
+
+    Lightning counts it as finished but keeps its batch counter, so the next epoch would be cut to the rest
+    of this one. To be used only with loaders that know their position.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    if "epoch_progress" not in loops:
+        return
+    batch, epoch = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    stopped = batch["current"]["ready"] > 0 and not batch["is_last_batch"]
+    if stopped and epoch["current"]["processed"] == epoch["current"]["ready"] > 0:
+        for counters in (epoch["total"], epoch["current"]):
+            counters["processed"] -= 1
+            counters["completed"] = min(counters["completed"], counters["processed"])
 
 
 @cache
@@ -328,7 +345,7 @@ def count_logged_samples(trainer: Trainer, samples: int) -> None:
         results.batch_size = samples
 
 
-def first_train_loader_state(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """The saved state of the first stateful train loader, wherever it came from."""
+def train_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
+    """The saved states of the stateful train loaders, whoever wrote them."""
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
-    return next(iter(states), None) if isinstance(states, Iterable) else None
+    return list(states)

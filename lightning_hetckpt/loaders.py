@@ -109,3 +109,11 @@ def with_batch_sampler(loader: DataLoader[Any], sampler: PlannedBatchSampler) ->
     object.__setattr__(loader, "state_dict", sampler.state_dict)
     object.__setattr__(loader, "load_state_dict", sampler.load_state_dict)
     return loader
+
+
+def saved_state(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """What a PlannedBatchSampler left in `checkpoint`, or None where another kind of loader was used."""
+    for state in host.train_loader_states(checkpoint):
+        if isinstance(state, dict) and "global_batch_size" in state:
+            return state
+    return None

@@ -426,7 +426,9 @@ class HeteroDDP(DDPStrategy):
         checkpoint = super().load_checkpoint(
             self._agreed.get(str(checkpoint_path), checkpoint_path), weights_only
         )
-        self._saved_loader = host.first_train_loader_state(checkpoint)
+        self._saved_loader = loaders.saved_state(checkpoint)
+        if self._saved_loader is not None:
+            host.reopen_cut_epoch(checkpoint)
         resume.prepare(self._trainer(), checkpoint)
         return checkpoint
 

@@ -138,9 +138,6 @@ class LoggingToy(toy.Toy):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps = [*getattr(self, "steps", []), float(self.trainer.callback_metrics["index_step"])]
 
-    def on_train_epoch_end(self) -> None:
-        pass
-
 
 def fit_logging(rank: int, root: str, length: int) -> Any:
     model = LoggingToy()
@@ -150,7 +147,7 @@ def fit_logging(rank: int, root: str, length: int) -> Any:
     return metrics, model.steps, float(model.trainer.strategy.world_size)
 
 
-@pytest.mark.parametrize("length", [27, 28, 31])
+@pytest.mark.parametrize("length", [27, 31, 19])  # 19: the last batch has one sample for two ranks
 def test_logged_means_are_means_over_samples(run_ranks: Ranks, tmp_path: Path, length: int) -> None:
     found = run_ranks(fit_logging, 2, str(tmp_path), length, group=False)
 

@@ -84,7 +84,7 @@ def fit(rank: int, root: str, model: str, optimizer: dict[str, Any], shares: lis
         callbacks.insert(0, EMAWeightAveraging(decay=0.5))
     trainer = toy.trainer(
         root,
-        HeteroDDP(policy="static", shares=shares),
+        HeteroDDP(policy="static", shares=shares) if shares != [4, 4] else "ddp",
         len(shares),
         max_epochs=2,
         callbacks=callbacks,
@@ -115,6 +115,7 @@ CASES = {
     "fused": ("wide", {"fused": True}, [4], False),
     "two-optimizers": ("two", {}, [4], False),
     "ema": ("wide", {}, [4], True),
+    "two-ranks-stock-ddp": ("wide", {}, [4, 4], False),
     "two-ranks-fused": ("wide", {"fused": True}, [6, 2], False),
     "two-ranks-manual": ("two", {}, [5, 3], False),
     "two-ranks-ema": ("wide", {}, [6, 2], True),

@@ -215,6 +215,23 @@ def test_other_numbers_of_ranks_go_on_with_the_next_sample(run_ranks: Ranks, tmp
     assert steps == list(toy.batches(45, 8, 3))
 
 
+def test_with_the_checkpoint_io_of_stock_lightning_the_next_sample_follows_too(tmp_path: Path) -> None:
+    def fit(max_steps: int, ckpt_path: Any = None) -> toy.Toy:
+        model = toy.Toy()
+        trainer = toy.trainer(tmp_path, HeteroDDP(), 1, max_steps=max_steps, max_epochs=-1)
+        trainer.fit(model, toy.loader(48, 8), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "stock.ckpt")
+        return model
+
+    whole = fit(10)
+    fit(4)
+    resumed = fit(10, tmp_path / "stock.ckpt")
+
+    assert resumed.seen == whole.seen[4:]
+    for one, other in zip(toy.parameters(resumed), toy.parameters(whole), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_scheduler_that_asks_for_the_number_of_steps_early_resumes_too(tmp_path: Path) -> None:
     class OneCycle(toy.Toy):
         def configure_optimizers(self) -> Any:

@@ -36,7 +36,7 @@ def pack_meta(flat: FlatState) -> bytes:
             for name, tensor in flat.tensors.items()
             if not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride())
         },
-        "devices": {name: str(t.device) for name, t in flat.tensors.items() if t.device.type != "cpu"},
+        "devices": {name: str(t.device) for name, t in flat.tensors.items() if not t.is_cpu},
     }
     if KEY in skeleton:
         about["user"] = skeleton[KEY]

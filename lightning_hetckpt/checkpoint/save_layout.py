@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_hetckpt.checkpoint.manifest import TensorEntry
@@ -18,6 +19,8 @@ from lightning_hetckpt.checkpoint.shard_plan import (
 )
 from lightning_hetckpt.checkpoint.state_tree import spec
 from lightning_hetckpt.checkpoint.stripe_header import build_header
+
+_Shapes = list[tuple[str, torch.dtype, torch.Size]]  # in order: all that a plan depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class LayoutBook:
 
     def __init__(self, drives: int) -> None:
         self._weights = [1.0] * drives
-        self._known: dict[int | None, tuple[list[TensorSpec], SaveLayout]] = {}
+        self._known: dict[int | None, tuple[_Shapes, SaveLayout]] = {}
 
     def shared(self, tensors: Mapping[str, Tensor], ranks: int) -> SaveLayout:
         """The layout of what `ranks` ranks write together."""
@@ -62,10 +65,11 @@ class LayoutBook:
         tensors: Mapping[str, Tensor],
         plan: Callable[[list[TensorSpec]], tuple[tuple[StripePlan, ...], str]],
     ) -> SaveLayout:
-        specs = [spec(name, tensor) for name, tensor in tensors.items()]
+        shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         known = self._known.get(kind)
-        if known is None or known[0] != specs:
-            known = self._known[kind] = specs, _derive(specs, *plan(specs))
+        if known is None or known[0] != shapes:
+            specs = [spec(name, tensor) for name, tensor in tensors.items()]
+            known = self._known[kind] = shapes, _derive(specs, *plan(specs))
         return known[1]
 
 

@@ -111,8 +111,8 @@ class Snapshotter:
         path = _canonical(path)
         crew = self._crew(path.parent, alone)
         flat = flatten(checkpoint)
-        memory = None if alone else {identity(tensor) for tensor in stable} - {None}
-        live = {name: t for name, t in flat.tensors.items() if memory is None or identity(t) in memory}
+        names = flat.tensors.keys() if alone else {flat.memory.get(identity(tensor)) for tensor in stable}
+        live = {name: tensor for name, tensor in flat.tensors.items() if name in names}
         owned = {name: t for name, t in flat.tensors.items() if name not in live} if crew.rank == 0 else {}
         shared, extra = self._layouts.shared(live, crew.size), self._layouts.owned(owned)
         serial, snapshot_id = crew.next_save()

@@ -46,6 +46,7 @@ class FlatState:
     tensors: dict[str, Tensor]  # the live tensors, each memory once
     aliases: dict[str, str]  # name of a further place -> name under which the same memory is stored
     index: list[tuple[Place, str]]  # every place that held a tensor, and the name under which it is stored
+    memory: dict[Hashable, str]  # `identity` of each tensor that has memory -> its name
 
 
 def flatten(tree: Mapping[Any, Any]) -> FlatState:
@@ -60,14 +61,14 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
     aliases: dict[str, str] = {}
     index: list[tuple[Place, str]] = []
     taken = {"__metadata__"}  # safetensors keeps this one for itself
-    stored: dict[Hashable, str] = {}
+    memory: dict[Hashable, str] = {}
     copies: dict[int, Any] = {}
 
     def take(tensor: Tensor, path: Place) -> None:
         name = _free_name(path, taken)
         taken.add(name)
-        memory = identity(tensor)
-        home = name if memory is None else stored.setdefault(memory, name)
+        same = identity(tensor)
+        home = name if same is None else memory.setdefault(same, name)
         if home == name:
             tensors[name] = tensor
         else:
@@ -98,7 +99,7 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
         return copies[id(node)]
 
     root = tree if type(tree) in (dict, OrderedDict) else dict(tree)
-    return FlatState(walk(root, ()), tensors, aliases, index)
+    return FlatState(walk(root, ()), tensors, aliases, index, memory)
 
 
 def identity(tensor: Tensor) -> Hashable | None:
