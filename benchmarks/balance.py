@@ -128,7 +128,7 @@ def measure(
 ) -> dict[str, Any]:
     """Everything about one ratio of speeds, measured in this process and its peer."""
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning").setLevel(logging.ERROR)
     slower = factor if rank == 1 else 1.0
 
     def run(strategy: Strategy, until: int) -> Clock:

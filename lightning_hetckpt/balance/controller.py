@@ -48,7 +48,13 @@ class Controller:
         self._multiple_of = multiple_of
         self._models = [ThroughputModel() for _ in range(world_size)]
         # Bounds that can never hold are an error here, on every rank, and not at the first new plan.
-        solve([DeviceModel(1.0)] * world_size, global_batch_size, min_samples, max_samples, multiple_of)
+        solve(
+            [DeviceModel(1.0)] * world_size,
+            global_batch_size,
+            min_samples,
+            max_samples,
+            multiple_of,
+        )
 
     def observe(self, stats: Sequence[WindowStats | None]) -> None:
         """Learn from one window of each rank, in the order of the ranks; None where one has nothing to tell."""

@@ -1,81 +1,121 @@
-"""One global order of samples, dealt out by the plan of each step; resumable at any batch."""
+"""One global order of samples per epoch, of which every rank cuts its own part of each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from lightning_hetckpt.balance.plan import PlanBook, StepKey
 from lightning_hetckpt.errors import LoaderError
 
-_VERSION = 1
+_STATE_VERSION = 1
 
 
 class GlobalOrder:
-    """The order in which one process would see the samples of an epoch; the same on every rank.
+    """The order in which an epoch deals out its samples: the same on every rank, the same after a restart.
 
     Args:
         length: samples in an epoch.
-        shuffle: permute anew in every epoch, as torch's `DistributedSampler(num_replicas=1)` does.
-        seed: of the permutations.
-        base: a sampler of the user's own, whose order is taken instead. It is drawn from under generators
-            seeded with (seed + epoch), so that every rank, and a resumed run, draws the same.
+        shuffle: permute anew in every epoch, exactly as torch's `DistributedSampler` does for one process.
+        seed: of all permutations together.
+        base: a sampler of the user's own that gives the order instead.
     """
 
-    def __init__(self, length: int, shuffle: bool, seed: int, base: Sampler[int] | None = None) -> None:
-        self.length = length
-        self.seed = seed
+    def __init__(self, length: int, shuffle: bool, seed: int, base: Sampler[Any] | None = None) -> None:
+        self._length = length
         self._shuffle = shuffle
         self._base = base
+        self.seed = seed
 
     def __len__(self) -> int:
-        return self.length
+        """Samples in an epoch."""
+        return self._length
 
-    def indices(self, epoch: int) -> list[int]:
-        """The sample indices of `epoch`, in order."""
+    @property
+    def is_random(self) -> bool:
+        """Whether the order may depend on the seed."""
+        return self._shuffle or self._base is not None
+
+    def indices(self, epoch: int) -> Sequence[Any]:
+        """What the sampler of one process would yield in `epoch`.
+
+        Raises:
+            LoaderError: the user's sampler yields another number of indices than it promised.
+        """
         if self._base is not None:
-            return self._drawn_from_base(epoch)
+            return _drawn(self._base, self._length, self.seed, epoch)
         if not self._shuffle:
-            return list(range(self.length))
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.randperm(self.length, generator=generator).tolist()
-
-    def _drawn_from_base(self, epoch: int) -> list[int]:
-        base: Any = self._base
-        own = getattr(base, "generator", None)
-        if hasattr(base, "set_epoch"):
-            base.set_epoch(epoch)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed + epoch)
-            if isinstance(own, torch.Generator):
-                own.manual_seed(self.seed + epoch)
-            indices = [int(index) for index in base]
-        if len(indices) != self.length:
-            raise LoaderError(
-                f"the sampler {type(base).__name__} gave {len(indices)} samples in epoch {epoch}, but its length "
-                f"is {self.length}; HeteroDDP needs a sampler that gives as many as it says."
-            )
-        return indices
+            return range(self._length)
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        # The view spares a list of Python numbers, which would be several times as large.
+        return torch.randperm(self._length, generator=generator).numpy().data
 
 
-class PlannedBatchSampler(Sampler[list[int]]):
-    """This rank's slice of every global batch.
+def _drawn(base: Sampler[Any], length: int, seed: int, epoch: int) -> list[Any]:
+    """What the user's own sampler yields in `epoch`, the same whenever and wherever it is asked."""
+    if callable(set_epoch := getattr(base, "set_epoch", None)):
+        set_epoch(epoch)
+    with _seeded(seed + epoch, getattr(base, "generator", None)):
+        indices = list(islice(base, length + 1))  # one more tells, and an endless one ends
+    if len(indices) != length:
+        found = "more" if len(indices) > length else f"only {len(indices)}"
+        raise LoaderError(
+            f"{type(base).__name__} yielded {found} indices in epoch {epoch}, expected {length}, its length. "
+            "HeteroDDP deals out one global order, so the sampler must keep its length in every epoch."
+        )
+    return indices
 
-    Batch k of an epoch is `order[kB:(k+1)B]`, whatever the plan, and rank i takes the slice between the sums of
-    the shares before it. So the samples of a step do not depend on the split, and a resumed run may split them
-    over another number of ranks. A rank without a sample in a short last batch repeats the batch's first one;
-    whoever trains on it gives it the weight zero.
+
+@contextmanager
+def _seeded(seed: int, generator: object) -> Iterator[None]:
+    """Let every random source that a sampler may draw from start at `seed`, and put it back afterwards.
+
+    Ranks must not draw differently, and what they draw must not depend on what was drawn before: else a
+    resumed run would go on in another order.
+    """
+    generators = [torch.default_generator]
+    if isinstance(generator, torch.Generator):
+        generators.append(generator)
+    kept = [(each, each.get_state()) for each in generators]
+    kept_python, kept_numpy = random.getstate(), np.random.get_state()
+    try:
+        for each in generators:
+            each.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        for each, state in kept:
+            each.set_state(state)
+        random.setstate(kept_python)
+        np.random.set_state(kept_numpy)
+
+
+class PlannedBatchSampler(Sampler[list[Any]]):
+    """Yields this rank's part of each global batch, by the plan in force at that batch.
+
+    Batch k of an epoch is `order[k*B : (k+1)*B]` on every rank, whatever the plans say; they only move
+    the borders between the ranks inside it. So every sample comes exactly once per epoch, and the
+    place in the order is one number that holds for any number of ranks.
+
+    Loaders with workers draw far ahead of training, and each rank differently. Hence a plan holds from a
+    batch on that none has drawn (`issued`), and what counts as done is told by `trained_batches`.
 
     Args:
-        order: of all samples.
-        book: the plans, the same on every rank.
-        rank: whose slices.
-        drop_last: leave out the short batch at the end of an epoch.
-        trained_batches: how many batches of the present epoch have been trained.
-        on_draw: called whenever a batch's indices are drawn.
+        order: of all samples in an epoch.
+        book: the plans, shared with whoever adds new ones.
+        rank: whose part this is.
+        drop_last: leave out the remainder of an epoch.
+        trained_batches: batches of the present epoch that training is done with.
+        on_draw: called as each batch is handed out.
     """
 
     def __init__(
@@ -87,6 +127,7 @@ class PlannedBatchSampler(Sampler[list[int]]):
         trained_batches: Callable[[], int],
         on_draw: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__()
         self._order = order
         self._book = book
         self._rank = rank
@@ -94,92 +135,118 @@ class PlannedBatchSampler(Sampler[list[int]]):
         self._trained_batches = trained_batches
         self._on_draw = on_draw
         self._epoch = 0
-        self._resume_batch: int | None = None  # where the next pass begins
+        self._resume: StepKey | None = None  # where the next pass begins, if it is not a fresh one
         self._issued = StepKey(0, -1)
 
     @property
     def sampler(self) -> PlannedBatchSampler:
-        """Itself: Lightning passes `set_epoch` to a batch sampler's `sampler` only."""
+        """Itself: Lightning looks for `set_epoch` on the sampler of a batch sampler only."""
         return self
 
     @property
     def batch_size(self) -> int:
-        """Samples of this rank in a whole batch, by the plan in force at the furthest batch handed out."""
+        """This rank's share by the plan of the batch that was handed out last."""
         return self._book.at(self._issued).shares[self._rank]
 
     @property
     def issued(self) -> StepKey:
-        """The furthest batch handed out so far; workers draw ahead of the training."""
+        """The furthest batch that was ever handed out; batch -1 before the first."""
         return self._issued
 
     def batch_samples(self, batch: int) -> int:
-        """Samples of all ranks together in batch number `batch` of an epoch."""
-        whole = self._book.latest.global_batch_size
+        """Samples of all ranks together in a batch of the epoch."""
+        whole = self._global_batch_size
         return max(0, min(whole, len(self._order) - batch * whole))
 
-    def set_epoch(self, epoch: int) -> None:
-        """The passes that begin from now on belong to `epoch`."""
-        if epoch != self._epoch:
-            self._epoch, self._resume_batch = epoch, None
-
     def __len__(self) -> int:
-        whole = self._book.latest.global_batch_size
-        return len(self._order) // whole if self.drop_last else -(-len(self._order) // whole)
+        """Batches in an epoch, the same on every rank."""
+        samples, whole = len(self._order), self._global_batch_size
+        return samples // whole if self.drop_last else -(-samples // whole)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        # Epoch and first batch are read at the first draw, not when a pass is asked for: Lightning asks before it
-        # sets the epoch, and a DataLoader with workers asks twice and draws from the second pass only.
-        epoch, first = self._epoch, self._resume_batch or 0
-        self._resume_batch = None
-        indices = self._order.indices(epoch)
-        whole = self._book.latest.global_batch_size
+    def __iter__(self) -> Iterator[list[Any]]:
+        """One pass: the rest of the saved epoch if one was loaded and not begun, else a whole epoch."""
+        # All this runs at the first draw. Lightning makes the iterator of a fresh run before it sets the epoch,
+        # and a DataLoader with workers makes two and throws the first away.
+        epoch, first = self._resume or StepKey(self._epoch, 0)
+        self._resume = None
+        order = self._order.indices(epoch) if first < len(self) else ()
         for batch in range(first, len(self)):
+            step = StepKey(epoch, batch)
+            self._issued = max(self._issued, step)
             if self._on_draw is not None:
                 self._on_draw()
-            key = StepKey(epoch, batch)
-            self._issued = max(self._issued, key)
-            together = indices[batch * whole : (batch + 1) * whole]
-            parts = self._book.at(key).split(len(together))
-            start = sum(parts[: self._rank])
-            yield together[start : start + parts[self._rank]] or together[:1]
+            yield self._part(order, step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the passes that begin from now on belong to `epoch`."""
+        if epoch != self._epoch:
+            # The saved epoch is over, without a single draw where nothing of it was left.
+            self._resume = None
+        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, the same for every rank and every number of ranks."""
-        batches, whole = self._trained_batches(), self._book.latest.global_batch_size
+        """The place in the global order, the same on every rank and good for any number of them."""
+        # A new epoch is announced before the count of trained batches goes back to zero.
+        batches = self._trained_batches() if self._issued.epoch >= self._epoch else 0
         return {
-            "version": _VERSION,
+            "version": _STATE_VERSION,
             "epoch": self._epoch,
             "batches": batches,
-            "samples": min(batches * whole, len(self._order)),
+            "samples": min(batches * self._global_batch_size, len(self._order)),
             "seed": self._order.seed,
-            "global_batch_size": whole,
+            "global_batch_size": self._global_batch_size,
             "length": len(self._order),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin behind the samples that were trained; the one after it begins at 0.
+        """Let the next pass go on at the saved place; the pass after it is a fresh one.
 
         Raises:
-            LoaderError: the state belongs to another dataset, order or global batch.
+            LoaderError: the saved place does not exist in the order of this loader.
         """
-        if state.get("version") != _VERSION:
+        if state.get("version") != _STATE_VERSION:
             raise LoaderError(
-                f"the loader's saved state has version {state.get('version')}, expected {_VERSION}; "
-                "resume with the lightning_hetckpt that wrote it."
+                f"found a loader state of version {state.get('version')}, expected {_STATE_VERSION}; "
+                "resume with the lightning_hetckpt that saved it."
             )
-        if state["length"] != len(self._order) or state["seed"] != self._order.seed:
+        if self._order.is_random and state["seed"] != self._order.seed:
             raise LoaderError(
-                f"the checkpoint was saved with {state['length']} samples and seed {state['seed']}, but this loader has "
-                f"{len(self._order)} and {self._order.seed}; the samples left in the epoch cannot be told. "
-                "Use the same dataset and `seed_everything` seed, or resume from the end of an epoch."
+                f"the checkpoint was shuffled with seed {state['seed']}, this run has seed {self._order.seed}: it would "
+                f"repeat some samples and miss others. Call seed_everything({state['seed']}) before the Trainer."
             )
-        whole = self._book.latest.global_batch_size
-        at_end = state["samples"] >= state["length"]
-        if state["global_batch_size"] != whole and not at_end and state["samples"]:
+        batches, left = state["batches"], state["length"] - state["samples"]
+        over = left < (state["global_batch_size"] if self.drop_last else 1)
+        if batches > 0 and not over:
+            self._check_place(state)
+        self._epoch = state["epoch"]
+        self._resume = StepKey(self._epoch, len(self) if over else batches)
+        self._issued = max(self._issued, StepKey(self._epoch, self._resume.batch - 1))
+
+    @property
+    def _global_batch_size(self) -> int:
+        return self._book.latest.global_batch_size
+
+    def _check_place(self, state: dict[str, Any]) -> None:
+        """Refuse to go on in the middle of an epoch of other samples or other batches."""
+        place = f"the checkpoint lies behind batch {state['batches']} of epoch {state['epoch']}"
+        if state["length"] != len(self._order):
             raise LoaderError(
-                f"the checkpoint stands in the middle of an epoch cut into global batches of "
-                f"{state['global_batch_size']} samples, but the global batch is {whole} now. Use "
-                "HeteroDDP(global_batch_size=None), which keeps the saved one, or change it at the end of an epoch."
+                f"{place} of {state['length']} samples, but this loader has {len(self._order)}. Give it the same "
+                "dataset, or resume from a checkpoint of an epoch's end."
             )
-        self._epoch = int(state["epoch"])
-        self._resume_batch = len(self) if at_end else int(state["samples"]) // whole
+        if state["global_batch_size"] != self._global_batch_size:
+            raise LoaderError(
+                f"{place} with {state['global_batch_size']} samples in a global batch, but this run has "
+                f"{self._global_batch_size}. Set global_batch_size={state['global_batch_size']} or None, and change "
+                "it at an epoch's end."
+            )
+
+    def _part(self, order: Sequence[Any], step: StepKey) -> list[Any]:
+        begin = step.batch * self._global_batch_size
+        shares = self._book.at(step).split(self.batch_samples(step.batch))
+        mine = shares[self._rank]
+        if mine == 0:
+            # Every rank must run its backward pass; the caller gives this sample weight zero.
+            return [order[begin]]
+        begin += sum(shares[: self._rank])
+        return list(order[begin : begin + mine])

@@ -52,11 +52,13 @@ class _Fleet:
 
     def step_s(self, samples: _Samples) -> NDArray[np.float64]:
         """Seconds that each device computes for its number of samples."""
-        return self._fixed + self._slope * samples
+        seconds: NDArray[np.float64] = self._fixed + self._slope * samples
+        return seconds
 
     def samples_within(self, deadline_s: float) -> NDArray[np.float64]:
         """The inverse: samples that each device finishes within `deadline_s`; below zero where none."""
-        return (deadline_s - self._fixed) / self._slope
+        samples: NDArray[np.float64] = (deadline_s - self._fixed) / self._slope
+        return samples
 
     def fastest_first(self) -> NDArray[np.int64]:
         """The ranks by speed, then by number: the order in which ties are broken."""
@@ -102,7 +104,10 @@ def solve(
         PlanError: no split keeps to the bounds.
     """
     low = np.array(min_samples, dtype=np.int64)
-    high = np.array([total if most is None else min(most, total) for most in max_samples], dtype=np.int64)
+    high = np.array(
+        [total if most is None else min(most, total) for most in max_samples],
+        dtype=np.int64,
+    )
     if not len(models) == len(low) == len(high) or low.size == 0 or low.min() < 1 or multiple_of < 1:
         raise _impossible(total, min_samples, max_samples, multiple_of)
 
@@ -162,7 +167,10 @@ def _choose_ladder(
     fleet: _Fleet, low: _Samples, high: _Samples, total: int, multiple_of: int
 ) -> _Ladder | None:
     """Multiples for all devices but the one that should take the rest; None if no split is allowed."""
-    even, odd = _Ladder(low, high, multiple_of, 0), _Ladder(low, high, multiple_of, total % multiple_of)
+    even, odd = (
+        _Ladder(low, high, multiple_of, 0),
+        _Ladder(low, high, multiple_of, total % multiple_of),
+    )
     closed = even.first > even.last
     fewest = even.first.sum() - even.first + odd.first
     most = even.last.sum() - even.last + odd.last
@@ -193,7 +201,11 @@ def _choose_ladder(
 
 
 def _hand_out(
-    models: Sequence[DeviceModel], shares: list[int], last: list[int], total: int, stride: int
+    models: Sequence[DeviceModel],
+    shares: list[int],
+    last: list[int],
+    total: int,
+    stride: int,
 ) -> tuple[int, ...]:
     """Raise `shares` rung by rung to `total`, always where the next rung is finished first."""
     rungs = [
@@ -213,7 +225,10 @@ def _hand_out(
 
 
 def _impossible(
-    total: int, min_samples: Sequence[int], max_samples: Sequence[int | None], multiple_of: int
+    total: int,
+    min_samples: Sequence[int],
+    max_samples: Sequence[int | None],
+    multiple_of: int,
 ) -> PlanError:
     most = ["no limit" if samples is None else samples for samples in max_samples]
     return PlanError(

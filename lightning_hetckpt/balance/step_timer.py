@@ -1,101 +1,192 @@
-"""How long this rank computes in a step, on its own clock; waiting for other ranks is not work."""
+"""How long this rank itself works on a batch, waiting on peers left out."""
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from lightning_hetckpt.balance.throughput import WindowStats
 
-# The first steps of a fit, and of a plan, allocate memory and choose kernels.
-_WARM_UP = 2
-# Steps further than this many robust standard deviations from the median tell about something else.
-_OUTLIER = 4.0
-_MAD_TO_SIGMA = 1.4826
+# The moments of a batch, in pairs: an even one opens a span, the odd one after it closes the span.
+_DRAWN, _LOADED, _FORWARD, _GRADIENT = range(4)
+
+# The first steps of a run pay for caches, allocators and DDP's new buckets, the first step of another
+# batch size for some of that again.
+_FIRST_STEPS, _FIRST_OF_SIZE = 3, 1
+_FEWEST_STEPS = 3  # a median of fewer says nothing
+_MOST_STEPS = 512  # where nobody asks for windows the oldest steps fall out
+_OUTLIER = 5.0  # robust standard deviations from the median
+_MAD_TO_SIGMA = 1.4826  # of normal values
+# The host may run this many steps ahead of a GPU before a step's events are read, or lost.
+_STEPS_AHEAD = 4
+
+
+class _Lap:
+    """The moments of one batch on the host's clock; of equal moments the first counts."""
+
+    samples = 0
+    counts = False
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at = [0.0] * 4
+        self._passed = [False] * 4
+
+    def clear(self) -> None:
+        """Make ready for the next batch."""
+        self._passed[:] = (False,) * 4
+        self.counts = False
+
+    def mark(self, moment: int) -> None:
+        """Note that `moment` has come, unless it had already or its span was never opened."""
+        passed = self._passed
+        if not passed[moment] and (moment % 2 == 0 or passed[moment - 1]):
+            passed[moment] = True
+            self._note(moment)
+
+    def compute_s(self) -> float | None:
+        """Seconds in both spans together; None while the step is not over (or not read back yet)."""
+        if not self._passed[_GRADIENT] or not self._reached():
+            return None
+        load_s = self._between(_DRAWN, _LOADED) if self._passed[_LOADED] else 0.0
+        return load_s + self._between(_FORWARD, _GRADIENT)
+
+    def _note(self, moment: int) -> None:
+        self._at[moment] = self._clock()
+
+    def _reached(self) -> bool:
+        return True
+
+    def _between(self, opened: int, closed: int) -> float:
+        return self._at[closed] - self._at[opened]
+
+
+class _CudaLap(_Lap):
+    """The same moments as events in the device's compute stream: nobody waits for them.
+
+    The host's clock would measure how fast kernels are launched. The all-reduce runs in a stream of its own,
+    which the compute stream joins after the last gradient only, so no waiting falls into a span. Loading
+    counts as far as the device had run dry meanwhile, which is as far as it costs time.
+    """
+
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        super().__init__(clock)
+        self._device = device
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in self._at]  # type: ignore[no-untyped-call]
+
+    def _note(self, moment: int) -> None:
+        self._events[moment].record(torch.cuda.current_stream(self._device))
+
+    def _reached(self) -> bool:
+        return bool(self._events[_GRADIENT].query())  # type: ignore[no-untyped-call]
+
+    def _between(self, opened: int, closed: int) -> float:
+        return float(self._events[opened].elapsed_time(self._events[closed])) / 1000
 
 
 class StepTimer:
-    """Collects the compute seconds of one batch after the other.
+    """Measures the seconds that this rank computes per training batch, on its own clock.
 
-    The marks of a batch come in this order:
-      `batch_drawn`      its indices are drawn, where this very process loads the data
-      `batch_started`    it is here
-      `forward_started`  the module is entered, behind DDP's exchange of buffers
-      `last_gradient`    the last bucket of gradients is ready on this rank
-      `backward_ended`   counts instead where no bucket was reduced
-    What lies between `last_gradient` and the next draw is waiting, or belongs to everybody.
+    A batch counts from `forward_started` to `last_gradient`, plus from `batch_drawn` to `batch_loaded` where
+    this process loads its data itself. What lies between these spans is other people's time: callbacks,
+    exchanges between ranks, the wait for a snapshot, the all-reduce.
 
-    On CUDA the marks are events in the stream of the training; they are read when the next batch starts, so
-    nothing waits for the device.
+    Args:
+        device: where the model computes; on CUDA the moments are events, read some steps later.
+        clock: seconds on the host, for every other device.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._cuda = device.type == "cuda"
-        self._drawn_s: float | None = None
-        self._load_s = 0.0
-        self._begin: float | torch.cuda.Event | None = None
-        self._end: float | torch.cuda.Event | None = None
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda":
+            self._laps: list[_Lap] = [_CudaLap(clock, device) for _ in range(_STEPS_AHEAD)]
+        else:
+            self._laps = [_Lap(clock)]
+        self._turn = 0
+        self._lap = self._laps[0]
+        self._opened = False  # the present lap belongs to a batch that was drawn and has not started
+        self._seconds: deque[float] = deque(maxlen=_MOST_STEPS)
         self._samples = 0
-        self._steps_at_size = 0
-        self._counts = False  # whether the present batch may tell something
-        self._times_s: list[float] = []
+        self._to_leave_out = _FIRST_STEPS
 
     def batch_drawn(self) -> None:
-        """This process begins to load a batch."""
-        self._drawn_s = self._clock()
+        """The loader begins to make the next batch in this process; not to be called where workers do it."""
+        self._open()
+        self._lap.mark(_DRAWN)
 
-    def batch_started(self, samples: int, whole: bool) -> None:
-        """A batch of `samples` is here; `whole` unless it is the short last one of an epoch."""
-        self._finish()
-        if whole:
-            self._steps_at_size = self._steps_at_size + 1 if samples == self._samples else 1
-            if samples != self._samples:
-                self._times_s.clear()
-            self._samples = samples
-        self._counts = whole and self._steps_at_size > _WARM_UP
-        self._load_s = self._clock() - self._drawn_s if self._drawn_s is not None else 0.0
-        self._drawn_s = self._begin = self._end = None
+    def batch_loaded(self) -> None:
+        """The batch is there. Without this mark loading ends with `batch_started`."""
+        if self._opened:
+            self._lap.mark(_LOADED)
+
+    def batch_started(self, samples: int, whole: bool = True) -> None:
+        """Training of a batch begins, `samples` of which are this rank's.
+
+        The remainder of an epoch (`whole=False`) is left out.
+        """
+        if not self._opened:
+            self._open()
+        self._opened = False
+        self._lap.mark(_LOADED)
+        self._lap.samples, self._lap.counts = samples, whole
 
     def forward_started(self) -> None:
-        """The module is entered; only the first time in a batch counts."""
-        if self._begin is None:
-            self._begin = self._mark()
+        """The forward pass begins; where there are several in a batch the first counts."""
+        self._lap.mark(_FORWARD)
 
     def last_gradient(self) -> None:
-        """All gradients of this rank are ready; the last such mark of a batch counts."""
-        self._end = self._mark()
+        """The last gradient of this rank is there, and the wait for the other ranks begins."""
+        self._lap.mark(_GRADIENT)
 
     def backward_ended(self) -> None:
-        """A backward pass has returned; counts where nothing was reduced."""
-        if self._end is None:
-            self._end = self._mark()
+        """The backward pass is over; counts in a batch without all-reduce (accumulation)."""
+        self._lap.mark(_GRADIENT)
+
+    def step_skipped(self) -> None:
+        """The present step was no ordinary one; leave it out."""
+        self._lap.counts = False
 
     def window(self) -> WindowStats | None:
-        """The median over the batches of the present size since the last call, or None without any."""
-        times_s, self._times_s = self._times_s, []
-        if not times_s:
+        """The median over the steps at the present batch size since the last window, and forget them.
+
+        None, and nothing is forgotten, while there are fewer than three.
+        """
+        oldest_first = self._laps[self._turn + 1 :] + self._laps[: self._turn + 1]
+        for lap in oldest_first:
+            self._collect(lap)
+        if len(self._seconds) < _FEWEST_STEPS:
             return None
-        middle_s = statistics.median(times_s)
-        sigma_s = _MAD_TO_SIGMA * statistics.median(abs(one - middle_s) for one in times_s)
-        kept_s = [one for one in times_s if abs(one - middle_s) <= _OUTLIER * sigma_s] or times_s
-        return WindowStats(self._samples, statistics.median(kept_s), len(kept_s), sigma_s or None)
+        middle_s = median(self._seconds)
+        spread_s = _MAD_TO_SIGMA * median(abs(seconds - middle_s) for seconds in self._seconds)
+        usual = [seconds for seconds in self._seconds if abs(seconds - middle_s) <= _OUTLIER * spread_s]
+        self._seconds.clear()
+        return WindowStats(self._samples, median(usual or [middle_s]), max(1, len(usual)), spread_s)
 
-    def _mark(self) -> float | torch.cuda.Event:
-        if not self._cuda:
-            return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _open(self) -> None:
+        """Go on to the next lap, and take in what it still holds from an earlier batch."""
+        self._turn = (self._turn + 1) % len(self._laps)
+        self._lap = self._laps[self._turn]
+        self._collect(self._lap)
+        self._lap.clear()
+        self._opened = True
 
-    def _finish(self) -> None:
-        begin, end = self._begin, self._end
-        if not self._counts or begin is None or end is None:
+    def _collect(self, lap: _Lap) -> None:
+        if not lap.counts or (compute_s := lap.compute_s()) is None:
             return
-        if isinstance(begin, float) and isinstance(end, float):
-            self._times_s.append(self._load_s + end - begin)
-        elif not isinstance(begin, float) and not isinstance(end, float) and end.query():
-            self._times_s.append(self._load_s + begin.elapsed_time(end) / 1000)
+        lap.clear()
+        if lap.samples != self._samples:
+            self._samples = lap.samples
+            self._seconds.clear()
+            self._to_leave_out = max(self._to_leave_out, _FIRST_OF_SIZE)
+        if self._to_leave_out > 0:
+            self._to_leave_out -= 1
+        else:
+            self._seconds.append(compute_s)

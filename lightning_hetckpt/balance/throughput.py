@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_hetckpt.balance.solver import DeviceModel
 
@@ -14,16 +15,14 @@ from lightning_hetckpt.balance.solver import DeviceModel
 _STEP_ERROR = 0.1
 # No median is trusted further than this: times are a staircase in the batch size, not a line.
 _LEAST_ERROR = 0.01
-# Before a second batch size was seen, the fixed part is zero give or take this share of the step.
-_FIXED_SHARE = 0.3
+# From one batch size the fixed part is not to be told: it is in doubt by this share of the step.
+_FIXED_SHARE = 0.5
 # From window to window a device's speed wanders by about this much; so old windows are forgotten.
 _WANDER = 0.01
 # A window that misses its prediction by more than this, and by more than chance explains, means that
 # the device has changed its speed.
 _DRIFT, _BEYOND_CHANCE = 0.15, 3.0
-# What was learnt about the shape of the line before such a change counts so much less (in variance).
-_DOUBT_AFTER_DRIFT = 10.0
-# However flat a line looks, a sample costs at least this share of the mean cost per sample.
+# However flat a line looks, at least this share of a step is taken to grow with the batch.
 _LEAST_SLOPE = 0.05
 
 
@@ -42,79 +41,86 @@ class ThroughputModel:
 
     Recursive least squares with forgetting (a Kalman filter over the two coefficients). One window
     alone makes the line proportional, with an honest doubt about the fixed part; a second batch
-    size settles that doubt as far as its distance and the noise allow. A device that changes
-    its speed keeps the shape of its line: all that was learnt is scaled to the new speed.
+    size settles that doubt as far as its distance and the noise allow. When a device changes its
+    speed, the line is scaled to the new one, and its shape is in doubt again.
     """
 
     def __init__(self) -> None:
         self._line = np.zeros(2)  # fixed_s, seconds_per_sample
         self._doubt = np.zeros((2, 2))  # their covariance
-        self._seen: tuple[int, int] | None = None
+        self._most_timed = 0
 
     @property
     def most_timed(self) -> int:
         """Samples of the largest batch that was timed; 0 before the first window."""
-        return 0 if self._seen is None else self._seen[1]
+        return self._most_timed
 
     def observe(self, window: WindowStats) -> None:
-        """Learn from one more window."""
+        """Learn from one more window; one that cannot be true is left out."""
         samples, measured_s = window.samples, window.compute_s
         if samples < 1 or window.count < 1 or not 0 < measured_s < math.inf:
             return
-        error = _median_error(window) ** 2
-        if self._seen is None:
-            self._seen = samples, samples
+        at, error = np.array([1.0, samples]), _median_error(window) ** 2
+        if self._most_timed == 0:
             self._line = np.array([0.0, measured_s / samples])
-            # The sum of both parts is what was measured, so an error in one is made good by the other.
-            fixed = (_FIXED_SHARE * measured_s) ** 2
-            self._doubt = np.array(
-                [[fixed, -fixed / samples], [-fixed / samples, (fixed + error) / samples**2]]
-            )
-            return
-        self._seen = min(self._seen[0], samples), max(self._seen[1], samples)
+            self._doubt = np.diag([0.0, error / samples**2]) + _shape_doubt(samples, measured_s)
+        else:
+            self._doubt = self._doubt + _WANDER**2 * np.outer(self._line, self._line)
+            predicted_s = float(at @ self._line)
+            missed_s = abs(measured_s - predicted_s)
+            chance_s = math.sqrt(self._variance(at) + error)
+            if missed_s > _DRIFT * predicted_s and missed_s > _BEYOND_CHANCE * chance_s:
+                ratio = measured_s / predicted_s
+                self._line = self._line * ratio
+                self._doubt = self._doubt * ratio**2 + _shape_doubt(samples, measured_s)
+            self._update(at, measured_s, error)
+        self._most_timed = max(self._most_timed, samples)
 
-        at = np.array([1.0, samples])
-        self._doubt = self._doubt + _WANDER**2 * np.outer(self._line, self._line)
-        predicted_s, variance = float(at @ self._line), float(at @ self._doubt @ at)
-        missed_s = abs(measured_s - predicted_s)
-        if missed_s > _DRIFT * predicted_s and missed_s > _BEYOND_CHANCE * math.sqrt(variance + error):
-            ratio = measured_s / predicted_s
-            self._line = self._line * ratio
-            self._doubt = self._doubt * (ratio**2 * _DOUBT_AFTER_DRIFT)
-            predicted_s, variance = measured_s, float(at @ self._doubt @ at)
-
-        gain = self._doubt @ at / (variance + error)
-        self._line = self._line + gain * (measured_s - predicted_s)
-        doubt = self._doubt - np.outer(gain, at @ self._doubt)
-        self._doubt = (doubt + doubt.T) / 2
+    def _update(self, at: NDArray[np.float64], measured_s: float, error: float) -> None:
+        """Weigh the measurement against the line, each by its own doubt."""
+        gain = self._doubt @ at / (self._variance(at) + error)
+        line = self._line + gain * (measured_s - float(at @ self._line))
+        # Joseph's form of the update: rounding cannot make the covariance negative over a long run.
+        kept = np.eye(2) - np.outer(gain, at)
+        self._doubt = kept @ self._doubt @ kept.T + error * np.outer(gain, gain)
+        # Noise can tilt a line beyond what a device can do; it is turned back around the present batch.
+        step_s = float(at @ line)
+        fixed_s = min(max(0.0, float(line[0])), (1 - _LEAST_SLOPE) * step_s)
+        self._line = np.array([fixed_s, (step_s - fixed_s) / at[1]])
 
     def line(self) -> DeviceModel | None:
-        """The most likely line with a fixed part of at least zero and a slope above zero; None if unseen."""
-        if self._seen is None:
+        """The most likely line; None before the first window."""
+        if self._most_timed == 0:
             return None
-        fixed_s, slope = float(self._line[0]), float(self._line[1])
-        if fixed_s < 0:
-            slope -= fixed_s * self._doubt[0, 1] / self._doubt[0, 0]
-            fixed_s = 0.0
-        middle = sum(self._seen) / 2
-        least = _LEAST_SLOPE * (fixed_s / middle + slope)
-        if slope < least:
-            fixed_s, slope = max(0.0, fixed_s + middle * (slope - least)), least
-        return DeviceModel(float(slope), fixed_s)
+        return DeviceModel(seconds_per_sample=float(self._line[1]), fixed_s=float(self._line[0]))
 
     def relative_error(self, samples: int) -> float:
         """One standard deviation of the predicted seconds for `samples`, as a share of them."""
         at = np.array([1.0, samples])
-        return math.sqrt(max(0.0, float(at @ self._doubt @ at))) / float(at @ self._line)
+        return math.sqrt(self._variance(at)) / float(at @ self._line)
+
+    def _variance(self, at: NDArray[np.float64]) -> float:
+        """Of the predicted seconds; not below zero, though two large parts cancel."""
+        return max(0.0, float(at @ self._doubt @ at))
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain JSON data."""
-        return {"line": self._line.tolist(), "doubt": self._doubt.tolist(), "seen": self._seen}
+        return {
+            "line": self._line.tolist(),
+            "doubt": self._doubt.tolist(),
+            "most_timed": self._most_timed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self._line, self._doubt = np.array(state["line"]), np.array(state["doubt"])
-        self._seen = None if state["seen"] is None else (state["seen"][0], state["seen"][1])
+        self._most_timed = int(state["most_timed"])
+
+
+def _shape_doubt(samples: int, step_s: float) -> NDArray[np.float64]:
+    """The covariance of a line whose value at `samples` is sure, but not how much of it is fixed."""
+    turned = np.array([1.0, -1.0 / samples]) * (_FIXED_SHARE * step_s)
+    return np.outer(turned, turned)
 
 
 def _median_error(window: WindowStats) -> float:

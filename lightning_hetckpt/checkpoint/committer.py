@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -102,6 +103,8 @@ class Committer:
                 task()
             except (CheckpointError, OSError) as error:  # of a removal; saves keep their errors for `wait`
                 _log.warning("%s", error)
+            except Exception:  # noqa: BLE001 (whoever waits for what comes behind must not wait in vain)
+                _log.exception("the commit thread could not do what it was asked for")
             del task  # it holds a save while this thread waits for the next
 
     def _remove(self, path: Path) -> None:
@@ -116,7 +119,6 @@ class Committer:
             self._commit_or_raise(save)
         except BaseException as raised:  # noqa: BLE001 (it is what `wait` raises)
             error = raised
-            _discard(save)
         self._last_save_failed = error is not None
         if error is None:
             save.snapshot.outcome.set_result(None)
@@ -134,10 +136,13 @@ class Committer:
             own_error = raised
         reason, torn = self._agree(save, files, own_error)
         if reason is not None:
+            # Only on a clear no: where rank 0 could not be heard it may still publish this rank's stripes.
+            _discard(save)
             kind = TornSnapshotError if torn else CommitError
             raise kind(f"{save.snapshot.path}: nothing was saved, {reason}") from own_error
-        for folder in save.drive_folders:
-            (folder / PARTIAL_NAME).unlink(missing_ok=True)
+        for folder in save.drive_folders:  # where rank 0 could not see them
+            with contextlib.suppress(OSError):  # the checkpoint stands; a sweep tries again
+                (folder / PARTIAL_NAME).unlink(missing_ok=True)
 
     def _agree(
         self, save: Save, files: list[FileEntry], own_error: BaseException | None
@@ -189,5 +194,8 @@ def _discard(save: Save) -> None:
             remove_tree(save.record.build)
         for folder in save.drive_folders:
             remove_drive_folder(folder)
-    except OSError as error:  # another rank may still write into it; the next start sweeps it
+    except (
+        CheckpointError,
+        OSError,
+    ) as error:  # another rank may still write into it; the next start sweeps it
         _log.warning("%s: could not clear away the failed save: %s", save.record.build, error)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.step_guard import Versions
-from lightning_hetckpt.errors import TornSnapshotError
+from lightning_hetckpt.errors import CheckpointError, TornSnapshotError
 
 # The life of a snapshot. `sealed` is the border: before it live tensors are read, and `mark_torn` drops the
 # snapshot; behind it the bytes are ours alone, and only then may this rank report it as written.
@@ -40,7 +40,7 @@ class Snapshot:
         self._versions: Versions | None = Versions(stable)
         self._files: Future[list[Future[FileEntry]]] = Future()
         self._copies: dict[torch.device, torch.cuda.Event] = {}
-        self._state = threading.Lock()
+        self._state = threading.RLock()  # a save in a signal handler may come in between
         self._sealed = threading.Event()
         self._held = False
         self._torn: str | None = None
@@ -57,16 +57,13 @@ class Snapshot:
 
         Raises:
             TornSnapshotError: they have moved already.
-            Exception: whatever made the copy fail.
+            CheckpointError: the copy failed.
         """
         self.settle()
-        error = self._files.exception()
+        error = self.torn_error() if self._torn is not None else self._files.exception()
         if error is not None:
             self._told(self)
             raise error
-        if self._torn is not None:
-            self._told(self)
-            raise self.torn_error()
 
     def wait(self) -> None:
         """Return once the checkpoint is durable and published, or raise what prevented it.
@@ -124,6 +121,10 @@ class Snapshot:
 
     def failed(self, error: BaseException) -> None:
         """The copy failed; whatever was written of it counts for nothing."""
+        if not isinstance(error, CheckpointError):
+            wrapped = CheckpointError(f"{self.path}: the state could not be copied: {error!r}")
+            wrapped.__cause__ = error
+            error = wrapped
         if not self._files.done():  # else a GPU stopped in the middle of a copy, and the file says so too
             self._files.set_exception(error)
         with self._state:

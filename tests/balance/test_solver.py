@@ -32,12 +32,18 @@ def every_split(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[DeviceModel], int, list[int], list[int | None], int]:
+def problems(
+    draw: st.DrawFn,
+) -> tuple[list[DeviceModel], int, list[int], list[int | None], int]:
     models = draw(st.lists(devices, min_size=1, max_size=3))
     total = draw(st.integers(1, 24))
     low = draw(st.lists(st.integers(1, 5), min_size=len(models), max_size=len(models)))
     high = draw(
-        st.lists(st.one_of(st.none(), st.integers(1, 14)), min_size=len(models), max_size=len(models))
+        st.lists(
+            st.one_of(st.none(), st.integers(1, 14)),
+            min_size=len(models),
+            max_size=len(models),
+        )
     )
     return models, total, low, high, draw(st.integers(1, 5))
 
@@ -67,7 +73,12 @@ def test_a_faster_device_never_gets_less(models, total, multiple_of) -> None:
             assert one_share >= other_share or one == other
 
 
-@given(st.lists(devices, min_size=1, max_size=6), st.integers(6, 500), st.integers(0, 5), st.floats(0.1, 1))
+@given(
+    st.lists(devices, min_size=1, max_size=6),
+    st.integers(6, 500),
+    st.integers(0, 5),
+    st.floats(0.1, 1),
+)
 def test_a_device_that_gets_faster_never_makes_the_step_longer(models, total, which, factor) -> None:
     which %= len(models)
     ones, open_end = [1] * len(models), [None] * len(models)

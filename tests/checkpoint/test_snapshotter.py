@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -508,6 +509,35 @@ def test_a_failure_on_one_rank_is_the_same_decision_on_all(
     assert not list(tmp_path.glob(".hetckpt-*"))
 
 
+def answer_too_late(rank: int, root: str) -> Any:
+    """Rank 0 publishes when rank 1 has long given up waiting for its answer."""
+    folder = Path(root)
+    engine = Snapshotter([folder / "ssd"], channel=GroupChannel(), timeout_s=0.5 if rank else 20)
+    begin(engine, folder / "0.ckpt", training_state()).wait()
+    given_up = folder / "given up"
+    if rank == 0:
+        late = Gate()
+        engine._committer._tasks.put(late.pass_through)
+        snapshot = begin(engine, folder / "1.ckpt", training_state())
+        while not given_up.exists():
+            time.sleep(0.01)
+        late.open()
+        snapshot.wait()
+    else:
+        with pytest.raises(CommitError, match="no answer"):
+            begin(engine, folder / "1.ckpt", training_state()).wait()
+        given_up.touch()
+    engine.close()
+    engine.raise_failures()
+    return "over"
+
+
+def test_a_rank_that_heard_no_answer_leaves_its_stripes_alone(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(answer_too_late, 2, str(tmp_path)) == ["over", "over"]
+    verify.verify(tmp_path / "1.ckpt")
+    assert_same(restore.load(tmp_path / "1.ckpt"), checkpoint(*training_state()))
+
+
 def go_missing(rank: int, root: str) -> Any:
     """Rank 1 never begins the save, as if it had died."""
     folder = Path(root)
@@ -549,7 +579,6 @@ def test_a_folder_that_rank_0_cannot_use_is_an_error_on_every_rank(run_ranks: Ra
 
 
 def leave_at_once(rank: int, root: str) -> Any:
-    """Rank 0 ends, and with it its end of the store, as soon as it may."""
     engine = Snapshotter(channel=GroupChannel(), timeout_s=20)
     begin(engine, Path(root) / "a.ckpt", training_state())
     engine.close()
@@ -557,5 +586,6 @@ def leave_at_once(rank: int, root: str) -> Any:
     return "whole"
 
 
-def test_nobody_leaves_before_everybody_has_heard(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_closing_right_behind_begin_finishes_the_save_on_all_ranks(run_ranks: Ranks, tmp_path: Path) -> None:
     assert run_ranks(leave_at_once, 2, str(tmp_path)) == ["whole", "whole"]
+    verify.verify(tmp_path / "a.ckpt")

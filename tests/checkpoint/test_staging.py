@@ -194,7 +194,7 @@ def test_a_failed_copy_is_told_by_its_own_snapshot_and_not_by_the_next(
     stager.drain(first, jobs, pool)
     stager.drain(second, pours(whole, writers, second.path), pool)
 
-    with pytest.raises(KeyError):
+    with pytest.raises(CheckpointError, match=r"could not be copied: KeyError\('big'\)"):
         first.fence()
     second.fence()
     assert len(second.files()) == 2
