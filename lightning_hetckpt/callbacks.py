@@ -87,7 +87,7 @@ class SnapshotCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step
         resume.restore_streams(trainer, trainer.ckpt_path)
-        if not self._announced and not trainer.fast_dev_run:
+        if not self._announced and not host.saves_nothing(trainer):
             self._announced = True
             rank_zero_info(
                 f"hetckpt: a snapshot every {self.every_n_steps} step(s) to {self.folder(trainer)}, "
@@ -101,7 +101,7 @@ class SnapshotCallback(Callback):
         step = trainer.global_step
         # Grown, not divisible: two optimizers advance the step by two, and a step on which gradients were
         # only accumulated does not advance it at all.
-        if step // self.every_n_steps == self._last_step // self.every_n_steps or trainer.fast_dev_run:
+        if step // self.every_n_steps == self._last_step // self.every_n_steps or host.saves_nothing(trainer):
             return
         self._last_step = step
         began = perf_counter()
@@ -144,6 +144,9 @@ class SnapshotCallback(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.last_snapshot = None
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, StripedAsyncCheckpointIO):
+            plugin.run_failed()
 
     def _fence(self) -> None:
         snapshot = self.last_snapshot
@@ -177,9 +180,8 @@ def ensure_snapshots(trainer: Trainer) -> None:
         isinstance(trainer.strategy, HeteroDDP)
         and isinstance(plugin, StripedAsyncCheckpointIO)
         and plugin.snapshots
-        and not any(isinstance(callback, SnapshotCallback) for callback in trainer.callbacks)
-        and not trainer.fast_dev_run
-        and not trainer.barebones
+        and not any(isinstance(callback, SnapshotCallback) for callback in host.callbacks_of(trainer))
+        and not host.saves_nothing(trainer)
     ):
         host.add_callback(trainer, SnapshotCallback())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,12 @@ from lightning_hetckpt.checkpoint import restore
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, META_NAME
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot, Snapshotter
 from lightning_hetckpt.checkpoint.verify import is_checkpoint
-from lightning_hetckpt.errors import ConfigurationError
+from lightning_hetckpt.errors import CheckpointError, ConfigurationError
+
+_log = logging.getLogger("lightning_hetckpt")
+
+# A rank that failed wants its error seen; what the others have written is reported by then or never.
+_PATIENCE_AFTER_FAILURE_S = 10.0
 
 
 class StripedAsyncCheckpointIO(CheckpointIO):
@@ -67,6 +73,7 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         self.direct = direct
         self.snapshots = snapshots
         self.resume_from: Path | None = None  # the parent of the next checkpoint
+        self._run_failed = False
         self._engine: Snapshotter | None = None  # from the first save to `teardown`
 
     def begin(
@@ -108,8 +115,11 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         engine.raise_failures()
         snapshot = engine.begin(checkpoint, _local(path), alone=True)
         snapshot.fence()
-        if self.must_be_durable(path) or not _inside_running_trainer():
+        running = _inside_running_trainer()
+        if self.must_be_durable(path) or not running:
             snapshot.wait()
+        if not running:
+            self.teardown()  # nobody else would end the threads
 
     @override
     def load_checkpoint(
@@ -172,13 +182,24 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         """Finish everything and end all threads. May be called twice; the next save starts anew.
 
         Raises:
-            CheckpointError: a save failed, and nobody has been told yet.
+            CheckpointError: a save failed, and nobody has been told yet. Not after `run_failed`.
         """
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-            self.resume_from = engine.newest or self.resume_from
+        failed, self._run_failed = self._run_failed, False
+        if engine is None:
+            return
+        engine.close(_PATIENCE_AFTER_FAILURE_S if failed else None)
+        self.resume_from = engine.newest or self.resume_from
+        try:
             engine.raise_failures()
+        except CheckpointError as error:
+            if not failed:
+                raise
+            _log.error("%s", error)  # raised, it would hide what stopped the run
+
+    def run_failed(self) -> None:
+        """The run has ended with an exception: other ranks may never report, so the next `teardown` is quick."""
+        self._run_failed = True
 
     def __getstate__(self) -> dict[str, Any]:
         # Launchers pickle the Trainer before they start processes; threads stay where they are.

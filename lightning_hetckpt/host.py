@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ from lightning_hetckpt.errors import ConfigurationError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch import Callback
+
+    # Lightning sets these names at run time or keeps them private, so its own types do not have them.
+    Trainer = Any
+    ModelCheckpoint = Any
 
 STRATEGY_NAMES: dict[str, dict[str, Any]] = {
     "hetero_ddp": {},
@@ -122,7 +125,18 @@ def refuse_other_lightning() -> None:
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """The dictionary that `trainer.save_checkpoint` would write; to be called on all ranks."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks, in the order in which their hooks run; a copy."""
+    return list(trainer.callbacks)
+
+
+def saves_nothing(trainer: Trainer) -> bool:
+    """Whether the user asked for a run that leaves no checkpoints."""
+    return bool(trainer.fast_dev_run) or bool(trainer.barebones)
 
 
 def continue_behind_batch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -144,7 +158,8 @@ def continue_behind_batch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if fit_loop.max_steps == -1 or checkpoint["global_step"] <= fit_loop.max_steps:
-        fit_loop.__class__ = _never_done_before_first_turn(type(fit_loop))
+        if not hasattr(fit_loop, "_first_turn_due"):
+            fit_loop.__class__ = _never_done_before_first_turn(type(fit_loop))
         fit_loop._first_turn_due = True
 
     def finish_the_batch(data_fetcher: Any) -> None:
@@ -177,7 +192,6 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
             counters["completed"] = min(counters["completed"], counters["processed"])
 
 
-@cache
 def _never_done_before_first_turn(loop: type) -> type:
     """A fit loop that does not stop at `max_steps` before the resumed batch was finished."""
 
@@ -206,9 +220,10 @@ def find_last_snapshot_too() -> None:
     Lightning resolves the word before any hook runs and asks only ModelCheckpoint, so its connector is
     extended once per process. Without one of our callbacks nothing changes.
     """
-    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+    from lightning.pytorch.trainer.connectors import checkpoint_connector
 
-    original = _CheckpointConnector._parse_ckpt_path
+    connector: Any = checkpoint_connector._CheckpointConnector
+    original = connector._parse_ckpt_path
     if hasattr(original, "__wrapped__"):
         return
 
@@ -221,16 +236,16 @@ def find_last_snapshot_too() -> None:
         )
         return original(self, state_fn, ckpt_path, **kwargs) if snapshot is None else str(snapshot)
 
-    _CheckpointConnector._parse_ckpt_path = parse
+    connector._parse_ckpt_path = parse
 
 
 def _last_of_stock(trainer: Trainer) -> float | None:
     """When ModelCheckpoint or OnExceptionCheckpoint saved last, in unix seconds."""
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     paths: set[str] = set()
     for callback in trainer.callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if hasattr(callback, "_find_last_checkpoints"):  # a ModelCheckpoint
             paths |= callback._find_last_checkpoints(trainer)
         elif isinstance(callback, OnExceptionCheckpoint):
             paths.add(callback.ckpt_path)
@@ -247,7 +262,7 @@ def order_model_checkpoints(
     """
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_link_checkpoint") and "_link_checkpoint" not in vars(callback):
-            _order_one(callback, pending, wait)  # type: ignore[arg-type]
+            _order_one(callback, pending, wait)
 
 
 def _order_one(
@@ -258,14 +273,14 @@ def _order_one(
     def file_exists(filepath: Any, trainer: Trainer) -> bool:
         if trainer.strategy.reduce_boolean_decision(pending(str(filepath)), all=False):
             return True
-        return exists(filepath, trainer)
+        return bool(exists(filepath, trainer))
 
     def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         wait(filepath)
         link(trainer, filepath, linkpath)
 
-    callback.file_exists = file_exists  # type: ignore[method-assign]
-    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+    callback.file_exists = file_exists
+    callback._link_checkpoint = link_checkpoint
 
 
 def restore_model_checkpoints(trainer: Trainer) -> None:
@@ -310,21 +325,23 @@ def watch_train_loaders(trainer: Trainer, check: Callable[[list[Any]], None]) ->
         check(list(combined.flattened))
         return loaders
 
-    source.dataloader = dataloader  # type: ignore[method-assign]
+    source.dataloader = dataloader
 
 
 def sampler_beneath(sampler: Any) -> Any | None:
     """The user's own sampler inside Lightning's DistributedSamplerWrapper, or None for any other sampler."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
-    return sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else None
+    is_wrapped = isinstance(sampler, DistributedSamplerWrapper)
+    wrapped: Any = sampler.dataset if is_wrapped else None
+    return wrapped._sampler if is_wrapped else None
 
 
 def train_stage(trainer: Trainer) -> bool:
     """Whether the loader being set up is a train loader, or the batch being run a training batch."""
     from lightning.pytorch.trainer.states import RunningStage
 
-    return trainer.state.stage == RunningStage.TRAINING
+    return bool(trainer.state.stage == RunningStage.TRAINING)
 
 
 def epoch_and_batch(trainer: Trainer) -> tuple[int, int]:

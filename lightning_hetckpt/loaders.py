@@ -12,9 +12,9 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
-from torch.utils.data import Sampler
 
 from lightning_hetckpt import host
 from lightning_hetckpt.balance.sampler import GlobalOrder, PlannedBatchSampler
@@ -83,7 +83,7 @@ def global_order(loader: DataLoader[Any]) -> GlobalOrder:
         return GlobalOrder(len(beneath), shuffle=False, seed=sampler.seed, base=beneath)
     if isinstance(sampler, DistributedSampler):
         return GlobalOrder(length, shuffle=sampler.shuffle, seed=sampler.seed)
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     if isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == length:
         return GlobalOrder(length, shuffle=True, seed=seed)
     if isinstance(sampler, SequentialSampler):

@@ -30,7 +30,7 @@ def stable_tensors(module: LightningModule, optimizers: list[Optimizer]) -> list
     (ZeroRedundancyOptimizer) has other state on every rank, so its tensors are left out; Lightning tells it
     by the same attribute.
     """
-    tensors = list(module.parameters())
+    tensors: list[Tensor] = list(module.parameters())
     for optimizer in optimizers:
         if not hasattr(optimizer, "consolidate_state_dict"):
             for state in optimizer.state.values():
@@ -53,7 +53,7 @@ def newest_snapshot(trainer: Trainer, rival_s: float | None) -> Path | None:
     ensure_snapshots(trainer)
     reads_back = trainer.global_rank == 0 or not isinstance(trainer.strategy, HeteroDDP)
     found: list[tuple[float, Path, SnapshotCallback]] = []
-    for callback in trainer.callbacks:
+    for callback in host.callbacks_of(trainer):
         if isinstance(callback, SnapshotCallback):
             path = publish.newest_whole(callback.folder(trainer), verify_hashes=reads_back, log=log.warning)
             if path is not None:
@@ -79,7 +79,7 @@ def agree_on_last(trainer: Trainer) -> dict[str, str]:
     from lightning_hetckpt.callbacks import SnapshotCallback
 
     own: str | None = None
-    for callback in trainer.callbacks:
+    for callback in host.callbacks_of(trainer):
         if isinstance(callback, SnapshotCallback) and callback.last_resolved is not None:
             own, callback.last_resolved = str(callback.last_resolved), None
     chosen: str | None = trainer.strategy.broadcast(own)
@@ -122,7 +122,7 @@ def restore_streams(trainer: Trainer, path: str | Path | None) -> None:
         log.warning("%s: the random streams are lost: %s", path, error)
         return
     if any(states):
-        rng_state.derive(int(os.environ.get("PL_GLOBAL_SEED", 0)), trainer.global_step, trainer.global_rank)
+        rng_state.derive(int(os.environ.get("PL_GLOBAL_SEED", "0")), trainer.global_step, trainer.global_rank)
         rank_zero_info(
             f"{path} was saved by {len(states)} ranks and goes on with {trainer.world_size}: "
             "random streams (dropout) derive anew from seed, step and rank."

@@ -161,7 +161,7 @@ class HeteroDDP(DDPStrategy):
     # ------------------------------------------------------------ set-up
 
     @override
-    def connect(self, model: torch.nn.Module) -> None:
+    def connect(self, model: LightningModule) -> None:
         super().connect(model)
         trainer = self._trainer()
         ensure_snapshots(trainer)
@@ -198,16 +198,17 @@ class HeteroDDP(DDPStrategy):
             super()._register_ddp_hooks()
             return
         # DDP takes one hook only, so the user's runs inside ours; stock Lightning would ignore it on CPU.
-        user_hook = self._ddp_comm_hook or allreduce_hook
+        user_hook: Any = self._ddp_comm_hook or allreduce_hook
         if self._ddp_comm_hook is not None and self._ddp_comm_wrapper is not None:
             user_hook = self._ddp_comm_wrapper(self._ddp_comm_hook)
         timer = self._timer
         assert timer is not None and isinstance(self.model, DistributedDataParallel)
 
-        def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def reduce_bucket(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
                 timer.last_gradient()
-            return user_hook(state, bucket)
+            future: torch.futures.Future[Tensor] = user_hook(state, bucket)
+            return future
 
         # torch compares annotations with its own classes, and ours are strings (PEP 563).
         reduce_bucket.__annotations__.clear()
@@ -434,11 +435,15 @@ class HeteroDDP(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        module = self.lightning_module
-        if module is not None and module._trainer is not None and args == ("Trainer.save_checkpoint",):
-            if module.trainer.state.status == TrainerStatus.INTERRUPTED:
-                return  # the ranks that did not fail are elsewhere and would never arrive
+        if args == ("Trainer.save_checkpoint",) and self._trainer().state.status == TrainerStatus.INTERRUPTED:
+            return  # the ranks that did not fail are elsewhere and would never arrive
         super().barrier(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(self.checkpoint_io, StripedAsyncCheckpointIO):
+            self.checkpoint_io.run_failed()
 
     @override
     def on_validation_start(self) -> None:

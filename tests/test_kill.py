@@ -52,10 +52,9 @@ def train(root: str, pipe: Any, until_step: int) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("_rank_server")
 @pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
-def test_last_is_whole_and_recent_after_a_kill_at_any_moment(
-    tmp_path: Path, _rank_server: None, kills: int
-) -> None:
+def test_last_is_whole_and_recent_after_a_kill_at_any_moment(tmp_path: Path, kills: int) -> None:
     from tests.ranks import _CONTEXT
 
     chance = random.Random(20261202)

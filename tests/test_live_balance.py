@@ -42,7 +42,9 @@ class Shares(Callback):
         self.found.append(trainer.strategy.plan.shares)
 
 
-def fit(rank: int, root: str, paces_s: list[float], changed_s: list[float], steps: int, change_at: int) -> Any:
+def fit(
+    rank: int, root: str, paces_s: list[float], changed_s: list[float], steps: int, change_at: int
+) -> Any:
     shares = Shares()
     strategy = HeteroDDP(global_batch_size=BATCH, replan_every=REPLAN_EVERY)
     trainer = toy.trainer(root, strategy, len(paces_s), max_steps=steps, max_epochs=-1, callbacks=[shares])
@@ -61,7 +63,9 @@ def best_s(paces_s: list[float]) -> float:
     return BATCH / sum(speeds)
 
 
-def test_the_split_of_a_three_to_one_pair_is_near_the_best_in_three_looks(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_split_of_a_three_to_one_pair_is_near_the_best_in_three_looks(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
     paces_s = [0.003, 0.001]
 
     found = run_ranks(fit, 2, str(tmp_path), paces_s, paces_s, 3 * REPLAN_EVERY + 2, 10**6, group=False)
@@ -74,7 +78,9 @@ def test_the_split_of_a_three_to_one_pair_is_near_the_best_in_three_looks(run_ra
 def test_a_device_that_changes_its_speed_is_followed(run_ranks: Ranks, tmp_path: Path) -> None:
     before_s, after_s = [0.001, 0.001], [0.002, 0.001]
 
-    found = run_ranks(fit, 2, str(tmp_path), before_s, after_s, 8 * REPLAN_EVERY, 3 * REPLAN_EVERY, group=False)
+    found = run_ranks(
+        fit, 2, str(tmp_path), before_s, after_s, 8 * REPLAN_EVERY, 3 * REPLAN_EVERY, group=False
+    )
 
     shares = found[0][0]
     assert step_s(shares[3 * REPLAN_EVERY - 1], before_s) <= 1.1 * best_s(before_s)

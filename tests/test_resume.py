@@ -210,7 +210,8 @@ def test_other_numbers_of_ranks_go_on_with_the_next_sample(run_ranks: Ranks, tmp
         found = run_ranks(leg, world, str(tmp_path), world, until, ckpt_path, group=False)
         assert {batch for _, batch in found} == {8}
         for parts in zip(*(seen for seen, _ in found), strict=True):
-            steps.append((parts[0][0], sum((indices for _, _, indices in parts), [])))
+            together = [index for _, _, indices in parts for index in indices]
+            steps.append((parts[0][0], together))
 
     assert steps == list(toy.batches(45, 8, 3))
 

@@ -78,14 +78,16 @@ class ThroughputModel:
 
     def _update(self, at: NDArray[np.float64], measured_s: float, error: float) -> None:
         """Weigh the measurement against the line, each by its own doubt."""
-        gain = self._doubt @ at / (self._variance(at) + error)
-        line = self._line + gain * (measured_s - float(at @ self._line))
+        predicted_s, variance = float(at @ self._line), self._variance(at)
+        gain = self._doubt @ at / (variance + error)
         # Joseph's form of the update: rounding cannot make the covariance negative over a long run.
         kept = np.eye(2) - np.outer(gain, at)
         self._doubt = kept @ self._doubt @ kept.T + error * np.outer(gain, gain)
+        # Between what was predicted and what was measured, so above zero like both.
+        step_s = predicted_s + variance / (variance + error) * (measured_s - predicted_s)
+        fixed_s = float(self._line[0] + gain[0] * (measured_s - predicted_s))
         # Noise can tilt a line beyond what a device can do; it is turned back around the present batch.
-        step_s = float(at @ line)
-        fixed_s = min(max(0.0, float(line[0])), (1 - _LEAST_SLOPE) * step_s)
+        fixed_s = min(max(0.0, fixed_s), (1 - _LEAST_SLOPE) * step_s)
         self._line = np.array([fixed_s, (step_s - fixed_s) / at[1]])
 
     def line(self) -> DeviceModel | None:
@@ -100,8 +102,9 @@ class ThroughputModel:
         return math.sqrt(self._variance(at)) / float(at @ self._line)
 
     def _variance(self, at: NDArray[np.float64]) -> float:
-        """Of the predicted seconds; not below zero, though two large parts cancel."""
-        return max(0.0, float(at @ self._doubt @ at))
+        """Of the predicted seconds; large parts of it cancel, so it is known to some digits only."""
+        parts = self._doubt * np.outer(at, at)
+        return max(float(parts.sum()), 1e-12 * float(np.abs(parts).sum()))
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain JSON data."""

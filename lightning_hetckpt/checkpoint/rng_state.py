@@ -18,7 +18,8 @@ def capture() -> bytes:
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
     # Asking for CUDA's state would start CUDA in a process that never uses it.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if started else []
     state = {
         "torch": _pack(torch.get_rng_state()),
         "cuda": [_pack(one) for one in cuda],

@@ -209,18 +209,23 @@ class Snapshotter:
         if first is not None:
             raise first
 
-    def close(self) -> None:
-        """Finish everything and end the threads. May be called twice; `raise_failures` still tells what failed."""
+    def close(self, patience_s: float | None = None) -> None:
+        """Finish everything and end the threads. May be called twice; `raise_failures` still tells what failed.
+
+        Args:
+            patience_s: how long other ranks are waited for; None is for as long as a save may take. What they have
+                not reported by then comes to nothing.
+        """
         if self._closed:
             return
         self._closed = True
         for save in self._saves:
             save.settle()
-        if not self._committer.close(2 * self._timeout_s):
+        if not self._committer.close(2 * self._timeout_s if patience_s is None else patience_s):
             for crew in self._crews.values():
                 crew.exchange.cancel()
             self._committer.close()
-        if all(save.outcome.exception() is None for save in self._saves[-1:]):
+        if patience_s is None and all(save.outcome.exception() is None for save in self._saves[-1:]):
             for crew in self._crews.values():
                 crew.await_goodbye()
         self._stager.close()

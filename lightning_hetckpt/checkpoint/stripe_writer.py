@@ -73,7 +73,7 @@ class StripeWriter:
     def __init__(self, name: str) -> None:
         self.name = name
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._submitting = threading.Lock()  # no task may come behind the end of the queue
+        self._submitting = threading.RLock()  # no task may come behind the end of the queue
         self._ended = False
         self._open_files: set[StripeFile] = set()
         self._refusing_devices: set[int] = set()  # file systems without direct I/O, announced already

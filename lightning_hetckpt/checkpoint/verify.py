@@ -11,6 +11,7 @@ import xxhash
 from lightning_hetckpt.checkpoint.direct_io import read_into
 from lightning_hetckpt.checkpoint.layout import MANIFEST_NAME, META_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
+from lightning_hetckpt.checkpoint.stripe_header import header_bytes, read_header
 from lightning_hetckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 _MANIFEST_LIMIT_BYTES = 2**28  # a checkpoint of 10 TB has a manifest of about 30 MB
@@ -63,6 +64,9 @@ def holds(path: Path, snapshot_id: str) -> bool:
 def check_files(path: Path, manifest: Manifest) -> None:
     """Every file of the manifest exists in `path`, or behind a link there, with its exact length.
 
+    A stripe also says itself that it belongs to this snapshot: a link may lead anywhere, and where hashes were
+    not kept nothing else would tell.
+
     Raises:
         CorruptCheckpointError: names the first file that does not.
     """
@@ -78,6 +82,20 @@ def check_files(path: Path, manifest: Manifest) -> None:
             raise CorruptCheckpointError(f"{file}: {stat.filemode(found.st_mode)}, expected a plain file")
         if found.st_size != entry.nbytes:
             raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
+        if file.suffix == ".safetensors":
+            _check_owner(file, entry, manifest.snapshot_id)
+
+
+def _check_owner(file: Path, entry: FileEntry, snapshot_id: str) -> None:
+    first = memoryview(bytearray(min(8, entry.nbytes)))
+    read_into(file, 0, first)
+    head = memoryview(bytearray(min(header_bytes(bytes(first), file), entry.nbytes)))
+    read_into(file, 0, head)
+    found = read_header(bytes(head), file).snapshot_id
+    if found != snapshot_id:
+        raise CorruptCheckpointError(
+            f"{file}: belongs to snapshot {found}, expected {snapshot_id}; use another checkpoint"
+        )
 
 
 def check_hashes(path: Path, manifest: Manifest) -> None:
