@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_hetckpt.channel import present_channel
 from lightning_hetckpt.checkpoint import restore
+from lightning_hetckpt.checkpoint.drives import find
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, META_NAME
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot, Snapshotter
 from lightning_hetckpt.checkpoint.verify import is_checkpoint
@@ -35,7 +36,8 @@ class StripedAsyncCheckpointIO(CheckpointIO):
     Elsewhere rank 0 writes all. Loads its own checkpoints and the files of stock Lightning.
 
     Args:
-        dirs: one folder on each drive that shares the bytes; None is the checkpoint's own drive.
+        dirs: one folder on each drive that shares the bytes. None, or "auto", is the checkpoint's own drive and
+            every other local SSD that holds no system and on which this user may make a folder.
         buffer_bytes: memory per rank that bytes pass through on their way to the drives. None is the rank's
             share of a checkpoint, at most a quarter of the host's free memory over its ranks, at least 64 MiB.
             With less than the share, training waits for the drives before the next optimizer step.
@@ -49,14 +51,18 @@ class StripedAsyncCheckpointIO(CheckpointIO):
 
     def __init__(
         self,
-        dirs: Sequence[str | Path] | None = None,
+        dirs: Sequence[str | Path] | Literal["auto"] | None = None,
         buffer_bytes: int | None = None,
         checksum: bool = True,
         direct: bool | Literal["auto"] = "auto",
         snapshots: bool = True,
     ) -> None:
+        if dirs == "auto":
+            dirs = None
         if isinstance(dirs, str | Path) or (dirs is not None and not dirs):
-            raise ConfigurationError(f"dirs is {dirs!r}, expected a list of folders, one per drive, or None.")
+            raise ConfigurationError(
+                f'dirs is {dirs!r}, expected a list of folders, one per drive, or "auto" or None.'
+            )
         if dirs is not None and len({Path(drive).absolute() for drive in dirs}) != len(dirs):
             raise ConfigurationError(
                 f"dirs names a folder twice: {list(map(str, dirs))}. Name each drive once."
@@ -175,7 +181,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
 
     def places(self, folder: str | Path) -> str:
         """Where the bytes of checkpoints in `folder` go, in words."""
-        return ", ".join(map(str, [folder] if self.dirs is None else self.dirs))
+        if self.dirs is not None:
+            return ", ".join(map(str, self.dirs))
+        return ", ".join(one or str(folder) for one in find(Path(folder), None, auto=True).folders)
 
     @override
     def teardown(self) -> None:
@@ -211,7 +219,7 @@ class StripedAsyncCheckpointIO(CheckpointIO):
             self.teardown()  # the process group came or went
         if self._engine is None:
             self._engine = Snapshotter(
-                None if self.dirs is None else [Path(drive) for drive in self.dirs],
+                "auto" if self.dirs is None else [Path(drive) for drive in self.dirs],
                 self.buffer_bytes,
                 self.checksum,
                 self.direct,

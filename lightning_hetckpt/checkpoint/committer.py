@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from lightning_hetckpt.checkpoint.commit import RankReport, objection
 from lightning_hetckpt.checkpoint.crew import Crew
 from lightning_hetckpt.checkpoint.direct_io import fsync_folder
+from lightning_hetckpt.checkpoint.fleet import Fleet, Speeds
 from lightning_hetckpt.checkpoint.folders import remove_drive_folder, remove_tree
 from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME
 from lightning_hetckpt.checkpoint.ledger import Ledger, Record
@@ -31,6 +32,7 @@ class Save:
 
     snapshot: Snapshot
     crew: Crew
+    fleet: Fleet
     serial: int
     plan: str  # fingerprint
     drive_folders: tuple[Path, ...]  # made by this rank
@@ -148,6 +150,16 @@ class Committer:
         self, save: Save, files: list[FileEntry], own_error: BaseException | None
     ) -> tuple[str | None, bool]:
         """Why the save counts for nothing, or None, and whether that is because weights moved: on every rank."""
+        speeds: list[Speeds | None] = []
+        try:
+            return self._exchange(save, files, own_error, speeds)
+        finally:
+            # Whatever happened: a save that is begun later may be waiting for it.
+            save.fleet.heard(save.serial, speeds[0] if speeds else None)
+
+    def _exchange(
+        self, save: Save, files: list[FileEntry], own_error: BaseException | None, speeds: list[Speeds | None]
+    ) -> tuple[str | None, bool]:
         crew, serial = save.crew, save.serial
         crew.exchange.report(
             serial,
@@ -162,6 +174,7 @@ class Committer:
         if crew.rank != 0:
             reason, payload = crew.exchange.await_answer(serial)
             crew.acknowledge(serial)
+            speeds.append(payload.get("speeds"))
             return reason, bool(payload.get("torn"))
         torn = False
         reason = "rank 0 stopped in the middle"
@@ -169,13 +182,14 @@ class Committer:
             reports = crew.exchange.collect(serial)
             torn = any((report.error or "").startswith(_TORN) for report in reports)
             reason = objection(reports)
+            speeds.append(save.fleet.learn(reports))
             if reason is None:
                 self._ledger.publish(save.record, reports)
         except (CheckpointError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
         finally:
             # Whatever happens here, nobody else is left waiting.
-            crew.exchange.answer(serial, reason, {"torn": torn})
+            crew.exchange.answer(serial, reason, {"torn": torn, "speeds": speeds[0] if speeds else None})
         return reason, torn
 
     def _make_durable(self, drive_folders: tuple[Path, ...]) -> None:

@@ -57,6 +57,11 @@ class Crew:
             else StoreExchange(self._store, self._prefix, self.rank, self.size, timeout_s)
         )
 
+    @property
+    def upcoming(self) -> int:
+        """The serial number that `next_save` will give."""
+        return self._serial
+
     def next_save(self) -> tuple[int, str]:
         """Serial number and snapshot id of the next save, the same on every rank without a word."""
         serial, self._serial = self._serial, self._serial + 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +17,11 @@ from lightning_hetckpt.errors import CorruptCheckpointError, ShortWriteError
 # What a file system answers that does not do direct I/O. Some say so at open, some at the first write.
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS: every file is buffered there
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_DIO_MEM_ALIGN_AT, _DIO_OFFSET_ALIGN_AT = 152, 156  # in struct statx
 
 
 class DirectFile:
@@ -41,6 +48,8 @@ class DirectFile:
                 raise
             self.direct = False
             self._fd = os.open(path, flags, 0o644)
+        if self.direct and not fits_direct(direct_alignment(self._fd)):
+            self._go_buffered()
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` at `offset`, both in whole blocks; no byte past the padded length.
@@ -98,7 +107,7 @@ class DirectFile:
                 raise ShortWriteError(f"{self.path}: holds {found} of {padded(self.nbytes)} bytes at its end")
             if found != self.nbytes:
                 os.ftruncate(self._fd, self.nbytes)
-            _flush(self._fd)
+            self.flush()
             if not self.direct and hasattr(os, "posix_fadvise"):
                 # The pages are clean now; without this they would push the data set out of memory.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -108,6 +117,10 @@ class DirectFile:
             ) from error
         finally:
             self.abort()
+
+    def flush(self) -> None:
+        """Wait until everything written so far lies on the drive."""
+        _flush(self._fd)
 
     def abort(self) -> None:
         """Close without any promise about the bytes; a second call does nothing."""
@@ -125,6 +138,37 @@ class DirectFile:
             self.abort()
         elif self._fd >= 0:
             self.finish()
+
+
+def direct_alignment(fd: int) -> tuple[int, int] | None:
+    """What the kernel says direct I/O on an open file wants (memory, offset and length) to be multiples of.
+
+    (0, 0) where the file does no direct I/O at all; None where the kernel (before 6.1) or the file system does not say.
+    """
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None:
+        return None
+    statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+        return None
+    return parse_alignment(answer.raw)
+
+
+def parse_alignment(statx: bytes) -> tuple[int, int] | None:
+    """The two alignments in the bytes of a `struct statx`, or None if it does not hold them."""
+
+    def number(at: int) -> int:
+        return int.from_bytes(statx[at : at + 4], sys.byteorder)
+
+    if not number(0) & _STATX_DIOALIGN:
+        return None
+    return number(_DIO_MEM_ALIGN_AT), number(_DIO_OFFSET_ALIGN_AT)
+
+
+def fits_direct(alignment: tuple[int, int] | None) -> bool:
+    """Whether whole blocks of 4096 bytes suit a drive that wants `alignment`; unknown ones are tried."""
+    return alignment is None or all(want > 0 and BLOCK_BYTES % want == 0 for want in alignment)
 
 
 def supports_direct(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def new_id() -> str:
 def stripe_name(rank: int, drive: int) -> str:
     """The file in which `rank` keeps its share of `drive`; drives count from 0 on each rank."""
     return f"stripe-r{rank:05d}-d{drive:02d}.safetensors"
+
+
+def drive_of_stripe(file: str) -> int | None:
+    """The drive number in a name that `stripe_name` spelled; None for any other file."""
+    match = re.fullmatch(r"stripe-r\d{5,}-d(\d{2,})\.safetensors", file)
+    return int(match[1]) if match else None
 
 
 def owned_stripe_name(rank: int = 0) -> str:

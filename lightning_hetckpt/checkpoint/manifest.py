@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -50,6 +50,7 @@ class FileEntry:
     nbytes: int
     chunk_bytes: int
     chunks: tuple[str, ...]  # xxh3-64 of each chunk_bytes of the file, 16 hex digits
+    write_s: float = field(default=0.0, compare=False)  # that its drive was busy with it; not in the manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_hetckpt.checkpoint.drive_shares import HostDrives, drive_weights
 from lightning_hetckpt.checkpoint.manifest import TensorEntry
 from lightning_hetckpt.checkpoint.shard_plan import (
     StripePlan,
@@ -34,43 +35,38 @@ class SaveLayout:
 
 
 class LayoutBook:
-    """The newest layout of each kind of save.
+    """The newest layout of each kind of save."""
 
-    Args:
-        drives: how many of them share the bytes of a rank.
-    """
+    def __init__(self) -> None:
+        self._known: dict[int | None, tuple[_Shapes, tuple[HostDrives, ...], SaveLayout]] = {}
 
-    def __init__(self, drives: int) -> None:
-        self._weights = [1.0] * drives
-        self._known: dict[int | None, tuple[_Shapes, SaveLayout]] = {}
+    def shared(self, tensors: Mapping[str, Tensor], hosts: Sequence[HostDrives]) -> SaveLayout:
+        """The layout of what all ranks of `hosts` write together, over the drives there."""
+        ranks = sum(len(host.ranks) for host in hosts)
 
-    def shared(self, tensors: Mapping[str, Tensor], ranks: int) -> SaveLayout:
-        """The layout of what `ranks` ranks write together."""
-        return self._newest(
-            ranks,
-            tensors,
-            lambda specs: (
-                plan_stripes(specs, ranks, self._weights),
-                fingerprint(specs, ranks, self._weights),
-            ),
-        )
+        def plan(specs: list[TensorSpec]) -> tuple[tuple[StripePlan, ...], str]:
+            weights = drive_weights(hosts, sum(one.nbytes for one in specs))
+            return plan_stripes(specs, ranks, weights), fingerprint(specs, ranks, weights)
+
+        return self._newest(ranks, tensors, tuple(hosts), plan)
 
     def owned(self, tensors: Mapping[str, Tensor]) -> SaveLayout:
         """The layout of what rank 0 writes alone; without tensors there is no stripe."""
-        return self._newest(None, tensors, lambda specs: ((plan_owned(specs),) if specs else (), ""))
+        return self._newest(None, tensors, (), lambda specs: ((plan_owned(specs),) if specs else (), ""))
 
     def _newest(
         self,
         kind: int | None,
         tensors: Mapping[str, Tensor],
+        hosts: tuple[HostDrives, ...],
         plan: Callable[[list[TensorSpec]], tuple[tuple[StripePlan, ...], str]],
     ) -> SaveLayout:
         shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         known = self._known.get(kind)
-        if known is None or known[0] != shapes:
+        if known is None or known[1] != hosts or known[0] != shapes:
             specs = [spec(name, tensor) for name, tensor in tensors.items()]
-            known = self._known[kind] = shapes, _derive(specs, *plan(specs))
-        return known[1]
+            known = self._known[kind] = shapes, hosts, _derive(specs, *plan(specs))
+        return known[2]
 
 
 def _derive(specs: list[TensorSpec], stripes: tuple[StripePlan, ...], mark: str) -> SaveLayout:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 from lightning_hetckpt.checkpoint.layout import owned_stripe_name, stripe_name
 from lightning_hetckpt.checkpoint.manifest import DTYPE_BYTES, PieceEntry, TensorEntry
@@ -28,6 +29,9 @@ __all__ = [
     "plan_owned",
     "plan_stripes",
 ]
+
+
+Weights: TypeAlias = Sequence[float] | Sequence[Sequence[float]]  # of each drive, for all ranks or for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class _Cut:
 
 
 def plan_stripes(
-    tensors: Sequence[TensorSpec], world_size: int, drive_weights: Sequence[float]
+    tensors: Sequence[TensorSpec], world_size: int, drive_weights: Weights
 ) -> tuple[StripePlan, ...]:
     """Share the tensors out over all ranks and drives; stripes that would be empty are left out.
 
@@ -96,7 +100,8 @@ def plan_stripes(
     Args:
         tensors: in the order in which every rank knows them.
         world_size: ranks that write.
-        drive_weights: the share of each drive of a rank, in any unit; 0 leaves a drive out.
+        drive_weights: the share of each drive of a rank, in any unit; 0 leaves a drive out. One such list
+            holds for all ranks, a list of them has one for each rank.
     """
     stream = _stream(tensors)
     return tuple(
@@ -111,7 +116,7 @@ def plan_owned(tensors: Sequence[TensorSpec], rank: int = 0, drive: int = 0) -> 
     return _stripe(owned_stripe_name(rank), rank, drive, ((spec, 0, spec.rows) for spec in stream))
 
 
-def fingerprint(tensors: Sequence[TensorSpec], world_size: int, drive_weights: Sequence[float]) -> str:
+def fingerprint(tensors: Sequence[TensorSpec], world_size: int, drive_weights: Weights) -> str:
     """16 hex digits that are equal exactly where plan and tensors (name, dtype, shape) are."""
     stream = _stream(tensors)
     specs = [(spec.name, spec.dtype, spec.shape, spec.complex) for spec in stream]
@@ -167,23 +172,18 @@ def _stream(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def _shares(
-    stream: Sequence[TensorSpec], world_size: int, drive_weights: Sequence[float]
+    stream: Sequence[TensorSpec], world_size: int, drive_weights: Weights
 ) -> list[tuple[int, int, _Cut, _Cut]]:
     """(rank, drive, first cut, last cut) of each share that holds a tensor."""
     if world_size < 1:
         raise ConfigurationError(f"A plan for {world_size} ranks, expected at least 1.")
-    if not 0 < sum(drive_weights) < math.inf or min(drive_weights) < 0:
-        raise ConfigurationError(
-            f"Drive weights {list(drive_weights)}, expected numbers from 0 up and one above 0."
-        )
+    by_rank = _weights_by_rank(drive_weights, world_size)
     ends = list(accumulate(spec.nbytes for spec in stream))
     total = ends[-1] if ends else 0
     # Fractions, because every rank must find the same cut and floats may round a border past the next one.
-    weights = {drive: Fraction(weight) for drive, weight in enumerate(drive_weights) if weight > 0}
-    whole = sum(weights.values())
-    before = dict(zip(weights, accumulate(weights.values(), initial=Fraction(0)), strict=False))
+    starts = {weights: _starts(weights) for weights in set(by_rank)}
     shares = [
-        (rank, drive, rank + part / whole) for rank in range(world_size) for drive, part in before.items()
+        (rank, drive, rank + part) for rank, weights in enumerate(by_rank) for drive, part in starts[weights]
     ]
     cuts = [_Cut(0, 0)]
     cuts += [_snap(stream, ends, total * share / world_size) for _, _, share in shares[1:]]
@@ -192,6 +192,30 @@ def _shares(
         (rank, drive, start, end)
         for (rank, drive, _), (start, end) in zip(shares, pairwise(cuts), strict=True)
         if start < end
+    ]
+
+
+def _weights_by_rank(drive_weights: Weights, world_size: int) -> list[tuple[float, ...]]:
+    rows = [tuple(row) for row in drive_weights if isinstance(row, Sequence)]
+    if not rows:
+        rows = [tuple(one for one in drive_weights if not isinstance(one, Sequence))] * world_size
+    for row in set(rows):
+        if not 0 < sum(row) < math.inf or min(row) < 0:
+            raise ConfigurationError(
+                f"Drive weights {list(row)}, expected numbers from 0 up and one above 0."
+            )
+    if len(rows) != world_size:
+        raise ConfigurationError(f"Drive weights of {len(rows)} ranks, expected those of {world_size}.")
+    return rows
+
+
+def _starts(weights: Sequence[float]) -> list[tuple[int, Fraction]]:
+    """(drive, where in its rank's part its share begins, from 0 to 1) of every drive that gets a share."""
+    exact = {drive: Fraction(weight) for drive, weight in enumerate(weights) if weight > 0}
+    whole = sum(exact.values())
+    return [
+        (drive, before / whole)
+        for drive, before in zip(exact, accumulate(exact.values(), initial=Fraction(0)), strict=False)
     ]
 
 

@@ -16,6 +16,8 @@ from lightning_hetckpt.checkpoint.commit import Store
 from lightning_hetckpt.checkpoint.committer import Committer, Save
 from lightning_hetckpt.checkpoint.crew import Crew
 from lightning_hetckpt.checkpoint.direct_io import supports_direct
+from lightning_hetckpt.checkpoint.drives import find
+from lightning_hetckpt.checkpoint.fleet import Fleet, agree
 from lightning_hetckpt.checkpoint.folders import write_owner
 from lightning_hetckpt.checkpoint.layout import (
     CHUNK_BYTES,
@@ -51,7 +53,8 @@ class Snapshotter:
     All methods are for the thread that trains. Making one starts its threads, `close` ends them.
 
     Args:
-        drives: folders, one per drive, that share the bytes; None is the checkpoint's own folder.
+        drives: folders, one per drive, that share the bytes; None is the checkpoint's own folder, and "auto"
+            that with every other local SSD.
         buffer_bytes: memory that bytes pass through; None is this rank's share of a save within limits.
         checksum: keep a hash of every 8 MiB.
         direct: go past the page cache; "auto" where the drive allows it, True insists.
@@ -62,7 +65,7 @@ class Snapshotter:
 
     def __init__(
         self,
-        drives: Sequence[Path] | None = None,
+        drives: Sequence[Path] | Literal["auto"] | None = None,
         buffer_bytes: int | None = None,
         checksum: bool = True,
         direct: bool | Literal["auto"] = "auto",
@@ -71,21 +74,21 @@ class Snapshotter:
         timeout_s: float = 300.0,
     ) -> None:
         self.channel: Channel = SoloChannel() if channel is None else channel
-        self._drives = None if drives is None else [drive.resolve() for drive in drives]
+        self._auto = drives == "auto"
+        self._drives = None if drives is None or drives == "auto" else [drive.resolve() for drive in drives]
         self._checksum = checksum
         self._direct = direct
         self._store = store
         self._timeout_s = timeout_s
-        self._crews: dict[bool, Crew] = {}  # True: this process alone
+        self._crews: dict[bool, tuple[Crew, Fleet]] = {}  # True: this process alone
         self._pool = StagingPool(buffer_bytes, self.channel.size)
         self._saves: list[Snapshot] = []  # whose outcome is not known yet
         self._failures: dict[Snapshot, BaseException] = {}  # that nobody has been told
         self._swept = False
         self._closed = False
         self._guard = StepGuard()
-        names = ["checkpoint"] if self._drives is None else list(map(str, self._drives))
-        self._writers = [StripeWriter(name) for name in names]
-        self._layouts = LayoutBook(len(self._writers))
+        self._writers: dict[str, StripeWriter] = {}  # by physical drive
+        self._layouts = LayoutBook()
         self._stager = Stager()
         self._committer = Committer(self._failures.__setitem__)
 
@@ -109,17 +112,20 @@ class Snapshotter:
             alone: this process saves all by itself, and every tensor is stable: fence before any changes.
         """
         path = _canonical(path)
-        crew = self._crew(path.parent, alone)
+        crew, fleet = self._crew(path.parent, alone)
+        hosts = fleet.in_force(crew.upcoming)
         flat = flatten(checkpoint)
         names = flat.tensors.keys() if alone else {flat.memory.get(identity(tensor)) for tensor in stable}
         live = {name: tensor for name, tensor in flat.tensors.items() if name in names}
         owned = {name: t for name, t in flat.tensors.items() if name not in live} if crew.rank == 0 else {}
-        shared, extra = self._layouts.shared(live, crew.size), self._layouts.owned(owned)
+        shared, extra = self._layouts.shared(live, hosts), self._layouts.owned(owned)
         serial, snapshot_id = crew.next_save()
         build = build_folder(path, snapshot_id)
-        drives = [build]
-        if self._drives is not None:
-            drives = [drive_folder(drive, crew.run, snapshot_id) for drive in self._drives]
+        places = {
+            folder: build if folder is None else drive_folder(folder, crew.run, snapshot_id)
+            for folders in fleet.folders.values()
+            for folder in folders
+        }
         record = Record(
             path,
             build,
@@ -130,11 +136,15 @@ class Snapshotter:
             _whole_number(checkpoint.get("epoch")),
             {**shared.entries, **extra.entries},
             flat.aliases,
-            {stripe.file: drives[stripe.drive] for stripe in (*shared.stripes, *extra.stripes)},
-            lambda name, data: self._write(build / name, data),
+            {
+                stripe.file: places[fleet.folders[stripe.rank][stripe.drive]]
+                for stripe in (*shared.stripes, *extra.stripes)
+            },
+            lambda name, data: self._write(fleet, build / name, data),
         )
         mine = [stripe for stripe in shared.stripes if stripe.rank == crew.rank]
-        lazy, now = self._pours(record, shared, mine, live), self._pours(record, extra, extra.stripes, owned)
+        lazy = self._pours(fleet, record, shared, mine, live)
+        now = self._pours(fleet, record, extra, extra.stripes, owned)
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
         earlier = [save for save in self._saves if not save.done()]
         snapshot = Snapshot(path, live, self._told)
@@ -151,7 +161,7 @@ class Snapshotter:
             )
             files += pour(now, pool)
             if crew.rank == 0:
-                files.append(self._write(build / META_NAME, pack_meta(flat)))
+                files.append(self._write(fleet, build / META_NAME, pack_meta(flat)))
         except BaseException as error:
             futures.wait(files)
             snapshot.failed(error)
@@ -162,7 +172,7 @@ class Snapshotter:
         finally:
             # Also of a save that failed here: the other ranks wait for a word about it.
             self._committer.save(
-                Save(snapshot, crew, serial, shared.fingerprint, folders, rank_state, record)
+                Save(snapshot, crew, fleet, serial, shared.fingerprint, folders, rank_state, record)
             )
         return snapshot
 
@@ -222,14 +232,14 @@ class Snapshotter:
         for save in self._saves:
             save.settle()
         if not self._committer.close(2 * self._timeout_s if patience_s is None else patience_s):
-            for crew in self._crews.values():
+            for crew, _ in self._crews.values():
                 crew.exchange.cancel()
             self._committer.close()
         if patience_s is None and all(save.outcome.exception() is None for save in self._saves[-1:]):
-            for crew in self._crews.values():
+            for crew, _ in self._crews.values():
                 crew.await_goodbye()
         self._stager.close()
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.shutdown()
         self._guard.close()
         self._pool.close()
@@ -241,35 +251,43 @@ class Snapshotter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _crew(self, folder: Path, alone: bool) -> Crew:
+    def _crew(self, folder: Path, alone: bool) -> tuple[Crew, Fleet]:
         if self._closed:
             raise CheckpointError(f"{folder}: this Snapshotter is closed; make a new one")
         if alone not in self._crews:
             channel = SoloChannel() if alone else self.channel
-            self._crews[alone] = Crew(
-                channel, folder, lambda run: self._sweep(folder, run), self._store, self._timeout_s
+            crew = Crew(channel, folder, lambda run: self._sweep(folder, run), self._store, self._timeout_s)
+            fleet = agree(
+                channel, folder, self._drives, self._auto, self._direct is not False, 2 * self._timeout_s
             )
             if self._direct is True:
-                _insist_on_direct(self._drives or [folder])
+                _insist_on_direct(Path(one or folder) for one in fleet.found.folders)
+            self._crews[alone] = crew, fleet
         return self._crews[alone]
 
     def _sweep(self, folder: Path, run: str) -> None:
         # Once, and before anything is written: a save under way looks like one that was killed.
         if not self._swept and not self._saves:
-            removed = sweep(folder, self._drives or (), run)
+            drives = [Path(one) for one in find(folder, self._drives, self._auto).folders if one]
+            removed = sweep(folder, drives, run)
             if removed:
                 _log.info("%s: removed %d folders of saves that were never finished", folder, len(removed))
         self._swept = True
 
     def _pours(
-        self, record: Record, layout: SaveLayout, stripes: Iterable[StripePlan], tensors: Mapping[str, Tensor]
+        self,
+        fleet: Fleet,
+        record: Record,
+        layout: SaveLayout,
+        stripes: Iterable[StripePlan],
+        tensors: Mapping[str, Tensor],
     ) -> list[Pour]:
         return [
             Pour(
                 stripe,
                 stamp_header(layout.headers[stripe.file], record.snapshot_id),
                 tensors,
-                self._writers[stripe.drive],
+                self._writer(fleet.found.disks[stripe.drive]),
                 record.stripes[stripe.file] / stripe.file,
                 self._direct is not False,
                 self._checksum,
@@ -277,9 +295,14 @@ class Snapshotter:
             for stripe in stripes
         ]
 
-    def _write(self, path: Path, data: bytes) -> Future[FileEntry]:
+    def _writer(self, disk: str) -> StripeWriter:
+        if disk not in self._writers:
+            self._writers[disk] = StripeWriter(disk)
+        return self._writers[disk]
+
+    def _write(self, fleet: Fleet, path: Path, data: bytes) -> Future[FileEntry]:
         """Write a small file of the checkpoint itself, through the page cache."""
-        writer = self._writers[0]
+        writer = self._writer(fleet.found.home_disk)
         file = writer.open(path, len(data), direct=False, checksum=self._checksum)
         blocks = memoryview(bytearray(data.ljust(padded(len(data)), b"\0")))
         for offset in range(0, len(data), CHUNK_BYTES):

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightning_hetckpt.checkpoint.buffer_pool import BufferPool
+from lightning_hetckpt.checkpoint.drive_shares import HostDrives
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook
@@ -53,7 +54,9 @@ def pool() -> Iterator[BufferPool]:
 def pours(
     tensors: Mapping[str, Tensor], writers: list[StripeWriter], folder: Path, ranks: int = 1
 ) -> list[Pour]:
-    layout = LayoutBook(len(writers)).shared(tensors, ranks)
+    # Folders of one drive: every rank writes to all of them, whatever the drive's speed.
+    host = HostDrives(tuple(range(ranks)), ("ssd",) * len(writers), (1e9,) * len(writers))
+    layout = LayoutBook().shared(tensors, [host])
     return [
         Pour(
             s, layout.headers[s.file], tensors, writers[s.drive], folder / s.file, direct=True, checksum=True
