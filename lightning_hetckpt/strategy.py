@@ -305,6 +305,8 @@ class HeteroDDP(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._book is None:
             return
+        if self._timer is not None:
+            self._timer.batch_loaded()  # before the exchange below, which waits for the other ranks
         self._batches_seen += 1
         if self.policy == "live" and self.world_size > 1 and self._batches_seen % self.replan_every == 0:
             self._replan()

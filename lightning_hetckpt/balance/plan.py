@@ -47,19 +47,20 @@ class BatchPlan:
     def split(self, samples: int) -> tuple[int, ...]:
         """Share out a batch of `samples`, the last of an epoch included; the parts sum to `samples`.
 
-        A short batch is cut in proportion to the shares, with at least one sample for every
-        rank. Where there are fewer samples than ranks, the first ranks take one each and the
-        others none (they repeat a sample with weight zero).
+        A short batch is cut in proportion to the shares, with at least one sample for every rank and
+        never more than its share. Where there are fewer samples than ranks, the first ranks take one
+        each and the others none (they repeat a sample with weight zero).
         """
         if samples == self.global_batch_size:
             return self.shares
         world = len(self.shares)
         if samples < world:
             return tuple(1 if rank < samples else 0 for rank in range(world))
-        spare, whole = samples - world, self.global_batch_size
-        parts = [1 + spare * share // whole for share in self.shares]
+        # One for everybody; what each share has beyond that is cut down by largest remainder.
+        spare, whole = samples - world, self.global_batch_size - world
+        parts = [1 + spare * (share - 1) // whole for share in self.shares]
         neediest = sorted(
-            range(world), key=lambda rank: (-(spare * self.shares[rank] % whole), -self.shares[rank], rank)
+            range(world), key=lambda rank: (-(spare * (self.shares[rank] - 1) % whole), -self.shares[rank], rank)
         )
         for rank in neediest[: samples - sum(parts)]:
             parts[rank] += 1

@@ -20,11 +20,12 @@ def test_a_whole_batch_is_split_as_the_plan_says(shares) -> None:
 
 
 @given(some_shares, st.data())
-def test_a_short_batch_keeps_its_sum_and_gives_every_rank_at_least_one(shares, data) -> None:
+def test_a_short_batch_keeps_its_sum_and_gives_every_rank_one_to_its_share(shares, data) -> None:
     samples = data.draw(st.integers(len(shares), sum(shares)))
     parts = BatchPlan(shares).split(samples)
     assert sum(parts) == samples
     assert min(parts) >= 1
+    assert all(part <= share for part, share in zip(parts, shares, strict=True))
 
 
 @given(some_shares, st.data())
