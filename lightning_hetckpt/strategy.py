@@ -172,7 +172,12 @@ class HeteroDDP(DDPStrategy):
             self._book = self._controller = None
             self._samplers, self._saved_loader, self._unfenced = [], None, []
             self._batches_seen = 0
-            host.watch_train_loaders(trainer, loaders.check_train_loaders)
+            host.watch_train_loaders(trainer, self._expect_train_loaders)
+
+    def _expect_train_loaders(self, given: list[Any]) -> None:
+        """Lightning has asked the user for train loaders: at the start of a fit, or to replace those it had."""
+        loaders.check_train_loaders(given)
+        self._samplers = []
 
     @override
     def setup_environment(self) -> None:
@@ -317,9 +322,9 @@ class HeteroDDP(DDPStrategy):
         whole = self._samplers[0].batch_samples(key.batch)
         samples = self._book.at(key).split(whole)[self.global_rank]
         self._fraction = samples / whole
-        self._weight = (
-            float(self.world_size) if self.loss_reduction == "sum" else self.world_size * self._fraction
-        )
+        # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
+        scale = float(samples > 0) if self.loss_reduction == "sum" else self._fraction
+        self._weight = self.world_size * scale
         host.count_logged_samples(self._trainer(), samples)
         if self._timer is not None:
             self._timer.batch_started(samples, whole == self._book.latest.global_batch_size)
