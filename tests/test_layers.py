@@ -23,6 +23,7 @@ RINGS = {
     "balance.controller": REASONING,
     "checkpoint.shard_plan": REASONING,
     "checkpoint.stripe_header": REASONING,
+    "checkpoint.cadence": REASONING,
     "checkpoint.retention": REASONING,
     "checkpoint.direct_io": ENGINE,
     "checkpoint.buffer_pool": ENGINE,

@@ -60,7 +60,8 @@ class BatchPlan:
         spare, whole = samples - world, self.global_batch_size - world
         parts = [1 + spare * (share - 1) // whole for share in self.shares]
         neediest = sorted(
-            range(world), key=lambda rank: (-(spare * (self.shares[rank] - 1) % whole), -self.shares[rank], rank)
+            range(world),
+            key=lambda rank: (-(spare * (self.shares[rank] - 1) % whole), -self.shares[rank], rank),
         )
         for rank in neediest[: samples - sum(parts)]:
             parts[rank] += 1
