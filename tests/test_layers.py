@@ -32,6 +32,7 @@ RINGS = {
     "checkpoint.verify": ENGINE,
     "checkpoint.folders": ENGINE,
     "checkpoint.publish": ENGINE,
+    "checkpoint.figures": ENGINE,
     "checkpoint.ledger": ENGINE,
     "channel": TORCH,
     "balance.sampler": TORCH,
