@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_hetckpt.checkpoint.commit import RankReport
+from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.folders import remove_tree
 from lightning_hetckpt.checkpoint.layout import RANKS_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry
@@ -55,8 +56,10 @@ class Ledger:
         manifest = read_manifest(folder)
         self._parent, self._commit = manifest.snapshot_id, max(self._commit, manifest.commit)
 
-    def publish(self, record: Record, reports: Sequence[RankReport]) -> None:
+    def publish(self, record: Record, reports: Sequence[RankReport], figures: Figures) -> None:
         """Make the checkpoint visible; every file in `reports` is durable and stays as it is.
+
+        What was written is noted in `figures`, and what they hold by now in the manifest.
 
         Raises:
             CommitError: the reports do not hold every stripe once.
@@ -71,6 +74,8 @@ class Ledger:
                 f"the ranks wrote {len(written)} files with {len(files)} names, expected every stripe once; "
                 f"missing: {missing}"
             )
+        figures.mark("durable_ms")
+        figures.wrote(written, record.stripes)
         _link(record.build, record.stripes)
         # Found before the build folder gets its manifest, and with it the looks of an interrupted publication.
         found = self._checkpoints_in(record.path.parent)
@@ -88,6 +93,7 @@ class Ledger:
             files=files,
             tensors=record.tensors,
             aliases=record.aliases,
+            figures=figures.as_dict(),
         )
         write_manifest(record.build, manifest)
         publish(record.build, record.path)

@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -29,6 +29,7 @@ COMPLEX_PARTS = {"complex64": "F32", "complex128": "F64"}
 
 MAX_NUMBER = 2**63 - 1
 MAX_UNIX_S = 2**53  # up to here a float holds every whole second
+MAX_FIGURE = 10**18  # likewise for whole numbers that were rounded
 MAX_DIMENSIONS = 64
 MAX_CHUNK_BYTES = 2**30  # a reader may hold one chunk in memory
 
@@ -50,6 +51,7 @@ class FileEntry:
     nbytes: int
     chunk_bytes: int
     chunks: tuple[str, ...]  # xxh3-64 of each chunk_bytes of the file, 16 hex digits
+    write_s: float = field(default=0.0, compare=False)  # that its drive was busy with it; not in the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Manifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]  # name -> name of the tensor whose storage it shares
+    figures: dict[str, float | dict[str, float]] = field(default_factory=dict)  # what the save cost
 
     def to_json(self) -> bytes:
         """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery)."""
@@ -118,6 +121,7 @@ class Manifest:
                 for name, t in self.tensors.items()
             },
             "aliases": self.aliases,
+            **({"figures": self.figures} if self.figures else {}),
         }
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
         signed = b'",' + text[1:].encode()
@@ -156,7 +160,8 @@ def _manifest(data: bytes) -> Manifest:
         raise DamageError(
             f"format version {version!r:.40}, this version of lightning_hetckpt reads {FORMAT_VERSION}"
         )
-    get = fields(plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__})
+    figures = plain.pop("figures", {})
+    get = fields(plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__} - {"figures"})
     if get["kind"] != "full":
         raise DamageError(f"kind {get['kind']!r:.40}, expected 'full'")
     manifest = Manifest(
@@ -172,6 +177,7 @@ def _manifest(data: bytes) -> Manifest:
         files=_each(get["files"], "files", _file),
         tensors=_each(get["tensors"], "tensors", _tensor),
         aliases=_each(get["aliases"], "aliases", lambda name, to: text(to, f"alias {name!r}")),
+        figures=_each(figures, "figures", _figure),
     )
     _check_pieces(manifest)
     for name, target in manifest.aliases.items():
@@ -249,6 +255,18 @@ def _check_pieces(manifest: Manifest) -> None:
 def _time(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= MAX_UNIX_S:
         raise DamageError(f"created_unix_s is {value!r:.40}, expected seconds since 1970")
+    return float(value)
+
+
+def _figure(name: str, value: Any) -> float | dict[str, float]:
+    if type(value) is dict:
+        return _each(value, f"figure {name!r}", _number)
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_FIGURE:
+        raise DamageError(f"figure {name!r} is {value!r:.40}, expected a number from 0 to {MAX_FIGURE}")
     return float(value)
 
 

@@ -15,6 +15,7 @@ import pytest
 from lightning_hetckpt.checkpoint import publish
 from lightning_hetckpt.checkpoint.folders import run_of, write_owner
 from lightning_hetckpt.checkpoint.layout import (
+    BLOCK_BYTES,
     HIDDEN_PREFIX,
     MANIFEST_NAME,
     PARTIAL_NAME,
@@ -360,8 +361,9 @@ def cut_stripe(path: Path) -> None:
 
 def flip_byte(path: Path) -> None:
     with (path / STRIPE).open("r+b") as file:
+        file.seek(BLOCK_BYTES)  # behind the header, which says whose it is
         byte = file.read(1)[0]
-        file.seek(0)
+        file.seek(BLOCK_BYTES)
         file.write(bytes([byte ^ 1]))
 
 
