@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -92,8 +92,12 @@ class Manifest:
     aliases: dict[str, str]  # name -> name of the tensor whose storage it shares
     figures: dict[str, float | dict[str, float]] = field(default_factory=dict)  # what the save cost
 
-    def to_json(self) -> bytes:
-        """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery)."""
+    def to_json(self, tensors: str | None = None) -> bytes:
+        """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery).
+
+        Args:
+            tensors: what `spell_tensors` makes of the tensors, where the caller kept it.
+        """
         plain = {
             "format_version": FORMAT_VERSION,
             "snapshot_id": self.snapshot_id,
@@ -103,27 +107,19 @@ class Manifest:
             "kind": self.kind,
             "global_step": self.global_step,
             "epoch": self.epoch,
-            "world_size": self.world_size,
             "created_unix_s": self.created_unix_s,
             "files": {
                 name: {"nbytes": f.nbytes, "chunk_bytes": f.chunk_bytes, "chunks": f.chunks}
                 for name, f in self.files.items()
             },
-            "tensors": {
-                name: {
-                    "dtype": t.dtype,
-                    "shape": t.shape,
-                    "complex": t.complex,
-                    "pieces": [
-                        {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows} for p in t.pieces
-                    ],
-                }
-                for name, t in self.tensors.items()
-            },
             "aliases": self.aliases,
             **({"figures": self.figures} if self.figures else {}),
         }
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        # In the order of their names the tensors come last but one; they stay the same from save to save.
+        text = (
+            f'{_spell(plain)[:-1]},"tensors":{spell_tensors(self.tensors) if tensors is None else tensors},'
+            f"{_spell({'world_size': self.world_size})[1:]}"
+        )
         signed = b'",' + text[1:].encode()
         return _OPENING + hashlib.sha256(signed).hexdigest().encode() + signed
 
@@ -145,6 +141,27 @@ class Manifest:
             raise CorruptCheckpointError(
                 f"{path}: not a sound manifest: {damage}. Resume from another snapshot."
             ) from None
+
+
+def spell_tensors(tensors: Mapping[str, TensorEntry]) -> str:
+    """What `Manifest.to_json` says of these tensors: good for every save of one plan."""
+    return _spell(
+        {
+            name: {
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "complex": t.complex,
+                "pieces": [
+                    {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows} for p in t.pieces
+                ],
+            }
+            for name, t in tensors.items()
+        }
+    )
+
+
+def _spell(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _manifest(data: bytes) -> Manifest:

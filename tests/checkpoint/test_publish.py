@@ -161,7 +161,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path, mo
     path = save(tmp_path / "last.ckpt", commit=1)
     folder = build(path, commit=2)
 
-    def failing(path):
+    def failing(path, *_):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(publish, "remove_tree", failing)
@@ -407,7 +407,7 @@ def test_a_replaced_checkpoint_never_comes_back_when_its_successor_is_deleted(
 ) -> None:
     path = tmp_path / "last.ckpt"
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "remove_tree", lambda displaced: None)  # killed before it could remove it
+        patch.setattr(publish, "remove_tree", lambda *_: None)  # killed before it could remove it
         for commit in (1, 2, 3):
             save(path, commit)
     shutil.rmtree(path)
