@@ -136,6 +136,9 @@ class HeteroDDP(DDPStrategy):
             if sum(self.shares) != global_batch_size or exact != list(self.shares):
                 exact = list(share_by_speed(global_batch_size, self.shares, *bounds, self.multiple_of))
             return BatchPlan(tuple(exact), reason="shares")
+        saved = (self._saved_loader or {}).get("shares", [])
+        if self.policy == "live" and len(saved) == world and sum(saved) == global_batch_size:
+            return BatchPlan(tuple(saved), reason="as saved")  # most likely the same devices go on
         even = share_by_speed(global_batch_size, [1.0] * world, *bounds, self.multiple_of)
         return BatchPlan(even, reason="even")
 

@@ -196,6 +196,7 @@ class PlannedBatchSampler(Sampler[list[Any]]):
             "seed": self._order.seed,
             "global_batch_size": self._global_batch_size,
             "length": len(self._order),
+            "shares": list(self._book.latest.shares),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
