@@ -19,7 +19,7 @@ from lightning_hetckpt.checkpoint.layout import RANKS_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry, spell_tensors
 from lightning_hetckpt.checkpoint.publish import publish, scan, write_manifest
 from lightning_hetckpt.checkpoint.retention import SnapshotInfo, retire
-from lightning_hetckpt.checkpoint.verify import read_manifest
+from lightning_hetckpt.checkpoint.verify import is_checkpoint, read_manifest
 from lightning_hetckpt.errors import CommitError
 
 _log = logging.getLogger("lightning_hetckpt")
@@ -55,6 +55,8 @@ class Ledger:
 
     def resumed_from(self, folder: Path) -> None:
         """The next commit descends from the checkpoint `folder` and counts on from it."""
+        if not is_checkpoint(folder):
+            return  # somebody has removed it since
         manifest = read_manifest(folder)
         self._parent, self._commit = manifest.snapshot_id, max(self._commit, manifest.commit)
 
