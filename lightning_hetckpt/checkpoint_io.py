@@ -83,6 +83,7 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         *,
         stable: Collection[Tensor] = (),
         rank_state: bytes = b"",
+        figures: Mapping[str, float] | None = None,
     ) -> Snapshot:
         """Begin to save, on every rank of the process group; returns when everything but `stable` is copied.
 
@@ -92,8 +93,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
             stable: live tensors that are equal on all ranks and that nobody changes before
                 `Snapshot.fence` has returned: parameters and optimizer state.
             rank_state: bytes to keep of this very rank, such as its random number generators.
+            figures: what the caller measured, to stand in the manifest beside `Snapshot.figures`.
         """
-        return self._ready().begin(checkpoint, _local(path), stable, rank_state)
+        return self._ready().begin(checkpoint, _local(path), stable, rank_state, figures=figures)
 
     @override
     def save_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class StripeFile:
     file: DirectFile | None = None
     hashes: list[str] = field(default_factory=list)
     written_bytes: int = 0
+    write_s: float = 0.0  # that the drive was busy with it
     error: BaseException | None = None
 
     @contextmanager
@@ -177,6 +179,7 @@ class StripeWriter:
             )
         blocks = view[: padded(used_bytes)]
         blocks[used_bytes:] = bytes(len(blocks) - used_bytes)
+        began_s = time.perf_counter()
         if stripe.checksum:
             digest = self._hasher.submit(xxhash.xxh3_64_hexdigest, view[:used_bytes])
             try:
@@ -187,6 +190,7 @@ class StripeWriter:
         else:
             file.write(blocks, offset)
         stripe.written_bytes += used_bytes
+        stripe.write_s += time.perf_counter() - began_s
 
     def _close(self, stripe: StripeFile) -> None:
         self._open_files.discard(stripe)
@@ -196,7 +200,9 @@ class StripeWriter:
         if stripe.error is not None:
             stripe.durable.set_exception(stripe.error)
         else:
-            entry = FileEntry(stripe.path.name, stripe.nbytes, CHUNK_BYTES, tuple(stripe.hashes))
+            entry = FileEntry(
+                stripe.path.name, stripe.nbytes, CHUNK_BYTES, tuple(stripe.hashes), stripe.write_s
+            )
             stripe.durable.set_result(entry)
 
     def _finish(self, stripe: StripeFile, file: DirectFile) -> None:
@@ -204,7 +210,9 @@ class StripeWriter:
             raise CheckpointError(
                 f"{stripe.path}: closed after {stripe.written_bytes} of {stripe.nbytes} bytes"
             )
+        began_s = time.perf_counter()
         file.finish()
+        stripe.write_s += time.perf_counter() - began_s
         fsync_folder(stripe.path.parent)
         device = stripe.path.parent.stat().st_dev
         if stripe.direct and not file.direct and device not in self._refusing_devices:
