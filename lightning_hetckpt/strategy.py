@@ -53,7 +53,8 @@ class HeteroDDP(DDPStrategy):
             `shares`; `"even"` gives every rank the same, as stock DDP does.
         shares: one number per rank: samples of a global batch, or any relative speeds. The first plan under
             `"live"`, the only one under `"static"`.
-        min_samples: least samples of a rank in a batch, one number for all or one per rank.
+        min_samples: least samples of a rank in a batch, one number for all or one per rank; BatchNorm needs 2.
+            The last batch of an epoch keeps to it as long as it has enough for all.
         max_samples: most samples of a rank in a batch, likewise.
         multiple_of: shares are multiples of this, but for one rank that takes what is left.
         replan_every: batches from one look at the timings to the next.
@@ -258,8 +259,8 @@ class HeteroDDP(DDPStrategy):
         wanted = self._wanted_batch(dataloader)
         self._agree_on_loader(len(order), wanted)
         if self._book is None:
-            self._book = PlanBook(self._first_plan(wanted))
             bounds = [_per_rank(limit, self.world_size, "") for limit in (self.min_samples, self.max_samples)]
+            self._book = PlanBook(self._first_plan(wanted), bounds[0])
             self._controller = Controller(self.world_size, wanted, bounds[0], bounds[1], self.multiple_of)
         elif wanted != self._book.latest.global_batch_size:
             raise LoaderError(
@@ -320,7 +321,7 @@ class HeteroDDP(DDPStrategy):
             self._replan()
         key = self._step_key()
         whole = self._samplers[0].batch_samples(key.batch)
-        samples = self._book.at(key).split(whole)[self.global_rank]
+        samples = self._book.split(key, whole)[self.global_rank]
         self._fraction = samples / whole
         # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
         scale = float(samples > 0) if self.loss_reduction == "sum" else self._fraction
