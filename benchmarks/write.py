@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -129,10 +130,10 @@ def contestants(checkpoint: dict[str, Any], dirs: list[Path]) -> dict[str, Save]
 def compete(saves: dict[str, Save], dirs: list[Path], repeats: int) -> dict[str, list[float]]:
     """Seconds until durable of each contestant, round by round; cleaning up is not counted."""
     rounds: dict[str, list[float]] = {name: [] for name in saves}
-    names = list(saves)
+    names, order = list(saves), random.Random(1)
     folder = dirs[0] / "contest"
     for turn in track(range(repeats + 1), description="rounds", transient=True):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in order.sample(names, len(names)):  # so that nobody always follows the same one
             folder.mkdir()
             os.sync()  # nobody pays for what the one before left in the page cache
             began_s = time.perf_counter()

@@ -89,6 +89,7 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         *,
         stable: Collection[Tensor] = (),
         rank_state: bytes = b"",
+        figures: Mapping[str, float] | None = None,
     ) -> Snapshot:
         """Begin to save, on every rank of the process group; returns when everything but `stable` is copied.
 
@@ -98,8 +99,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
             stable: live tensors that are equal on all ranks and that nobody changes before
                 `Snapshot.fence` has returned: parameters and optimizer state.
             rank_state: bytes to keep of this very rank, such as its random number generators.
+            figures: what the caller measured, to stand in the manifest beside `Snapshot.figures`.
         """
-        return self._ready().begin(checkpoint, _local(path), stable, rank_state)
+        return self._ready().begin(checkpoint, _local(path), stable, rank_state, figures=figures)
 
     @override
     def save_checkpoint(
@@ -107,8 +109,8 @@ class StripedAsyncCheckpointIO(CheckpointIO):
     ) -> None:
         """Save from this process alone; the caller may change everything afterwards.
 
-        Durable on return where nobody would call `teardown` (outside a running Trainer) or wait for it
-        (the checkpoints of a job that is requeued), else soon after.
+        Durable soon after, where a running Trainer will wait for it in its `teardown`; else on return. A job
+        that is requeued does not come so far, so its checkpoints are durable on return as well.
 
         Raises:
             CheckpointError: this save, or one before it that nobody has heard of yet, failed.
@@ -121,11 +123,11 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         engine.raise_failures()
         snapshot = engine.begin(checkpoint, _local(path), alone=True)
         snapshot.fence()
-        running = _inside_running_trainer()
-        if self.must_be_durable(path) or not running:
+        status = _status_of_calling_trainer()
+        if status != "running" or self.must_be_durable(path):
             snapshot.wait()
-        if not running:
-            self.teardown()  # nobody else would end the threads
+        if status not in (None, "running"):
+            self.teardown()  # this Trainer has had its teardown, so nobody else would end the threads
 
     @override
     def load_checkpoint(
@@ -247,19 +249,17 @@ def _stay_on_cpu(storage: Any, location: str) -> Any:
     return storage
 
 
-def _inside_running_trainer() -> bool:
-    """Whether a Trainer's loop called us, which will call `teardown` in the end.
+def _status_of_calling_trainer() -> str | None:
+    """The status of the Trainer that called us, or None outside of any.
 
     CheckpointIO is told neither by an argument nor by a hook, and stock strategies keep no note, so we look
     who our callers are. A save in another thread (AsyncCheckpointIO around us) is nobody's to finish.
     """
     lightning = sys.modules.get("lightning.pytorch")
-    if lightning is None:
-        return False
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (documented, in spite of its name)
-    while frame is not None:
+    while lightning is not None and frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, lightning.Trainer):
-            return bool(caller.state.status == "running")
+            return str(caller.state.status.value)
         frame = frame.f_back
-    return False
+    return None

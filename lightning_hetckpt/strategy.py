@@ -53,7 +53,8 @@ class HeteroDDP(DDPStrategy):
             `shares`; `"even"` gives every rank the same, as stock DDP does.
         shares: one number per rank: samples of a global batch, or any relative speeds. The first plan under
             `"live"`, the only one under `"static"`.
-        min_samples: least samples of a rank in a batch, one number for all or one per rank.
+        min_samples: least samples of a rank in a batch, one number for all or one per rank; BatchNorm needs 2.
+            The last batch of an epoch keeps to it as long as it has enough for all.
         max_samples: most samples of a rank in a batch, likewise.
         multiple_of: shares are multiples of this, but for one rank that takes what is left.
         replan_every: batches from one look at the timings to the next.
@@ -136,6 +137,9 @@ class HeteroDDP(DDPStrategy):
             if sum(self.shares) != global_batch_size or exact != list(self.shares):
                 exact = list(share_by_speed(global_batch_size, self.shares, *bounds, self.multiple_of))
             return BatchPlan(tuple(exact), reason="shares")
+        saved = (self._saved_loader or {}).get("shares", [])
+        if self.policy == "live" and len(saved) == world and sum(saved) == global_batch_size:
+            return BatchPlan(tuple(saved), reason="as saved")  # most likely the same devices go on
         even = share_by_speed(global_batch_size, [1.0] * world, *bounds, self.multiple_of)
         return BatchPlan(even, reason="even")
 
@@ -169,7 +173,12 @@ class HeteroDDP(DDPStrategy):
             self._book = self._controller = None
             self._samplers, self._saved_loader, self._unfenced = [], None, []
             self._batches_seen = 0
-            host.watch_train_loaders(trainer, loaders.check_train_loaders)
+            host.watch_train_loaders(trainer, self._expect_train_loaders)
+
+    def _expect_train_loaders(self, given: list[Any]) -> None:
+        """Lightning has asked the user for train loaders: at the start of a fit, or to replace those it had."""
+        loaders.check_train_loaders(given)
+        self._samplers = []
 
     @override
     def setup_environment(self) -> None:
@@ -250,8 +259,8 @@ class HeteroDDP(DDPStrategy):
         wanted = self._wanted_batch(dataloader)
         self._agree_on_loader(len(order), wanted)
         if self._book is None:
-            self._book = PlanBook(self._first_plan(wanted))
             bounds = [_per_rank(limit, self.world_size, "") for limit in (self.min_samples, self.max_samples)]
+            self._book = PlanBook(self._first_plan(wanted), bounds[0])
             self._controller = Controller(self.world_size, wanted, bounds[0], bounds[1], self.multiple_of)
         elif wanted != self._book.latest.global_batch_size:
             raise LoaderError(
@@ -305,16 +314,18 @@ class HeteroDDP(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._book is None:
             return
+        if self._timer is not None:
+            self._timer.batch_loaded()  # before the exchange below, which waits for the other ranks
         self._batches_seen += 1
         if self.policy == "live" and self.world_size > 1 and self._batches_seen % self.replan_every == 0:
             self._replan()
         key = self._step_key()
         whole = self._samplers[0].batch_samples(key.batch)
-        samples = self._book.at(key).split(whole)[self.global_rank]
+        samples = self._book.split(key, whole)[self.global_rank]
         self._fraction = samples / whole
-        self._weight = (
-            float(self.world_size) if self.loss_reduction == "sum" else self.world_size * self._fraction
-        )
+        # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
+        scale = float(samples > 0) if self.loss_reduction == "sum" else self._fraction
+        self._weight = self.world_size * scale
         host.count_logged_samples(self._trainer(), samples)
         if self._timer is not None:
             self._timer.batch_started(samples, whole == self._book.latest.global_batch_size)

@@ -96,11 +96,12 @@ def test_every_sample_comes_once_and_in_the_order_of_one_process(
 
 
 def test_a_sum_loss_equals_one_process(run_ranks: Ranks, tmp_path: Path) -> None:
-    found = run_ranks(fit_sum, 2, str(tmp_path), group=False)
+    length = 33  # one sample is left for two ranks
+    found = run_ranks(fit_sum, 2, str(tmp_path), length, group=False)
 
-    data, net = toy.Numbers(32), toy.make_net()
+    data, net = toy.Numbers(length), toy.make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    for _, indices in toy.batches(32, 8, 2):
+    for _, indices in toy.batches(length, 8, 2):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(
             net(data.inputs[indices]), data.targets[indices], reduction="sum"
@@ -119,10 +120,10 @@ class SumToy(toy.Toy):
         return torch.nn.functional.mse_loss(self.net(inputs), targets, reduction="sum")
 
 
-def fit_sum(rank: int, root: str) -> Any:
+def fit_sum(rank: int, root: str, length: int) -> Any:
     model = SumToy()
     strategy = HeteroDDP(policy="static", shares=[7, 1], loss_reduction="sum")
-    toy.trainer(root, strategy, 2, max_epochs=2).fit(model, toy.loader(32, 4))
+    toy.trainer(root, strategy, 2, max_epochs=2).fit(model, toy.loader(length, 4))
     return toy.parameters(model)
 
 
@@ -156,3 +157,34 @@ def test_logged_means_are_means_over_samples(run_ranks: Ranks, tmp_path: Path, l
         assert metrics["one"] == 1.0
         assert metrics["index_epoch"] == pytest.approx((length - 1) / 2, rel=1e-6)
         assert logged == pytest.approx(steps, rel=1e-6)
+
+
+class Growing(toy.Toy):
+    """Gives a loader over other data at every epoch."""
+
+    def train_dataloader(self) -> Any:
+        return toy.loader(20 + 6 * self.current_epoch, 4)
+
+
+def fit_growing(rank: int, root: str) -> Any:
+    model = Growing()
+    strategy = HeteroDDP(policy="static", shares=[6, 2])
+    toy.trainer(root, strategy, 2, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model)
+    return toy.parameters(model), model.seen
+
+
+def test_loaders_that_are_reloaded_with_other_data_stay_exact(run_ranks: Ranks, tmp_path: Path) -> None:
+    found = run_ranks(fit_growing, 2, str(tmp_path), group=False)
+
+    net = toy.make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for epoch in range(3):
+        length = 20 + 6 * epoch
+        data, indices = toy.Numbers(length), toy.order(length, epoch)
+        for start in range(0, length, 8):
+            batch = indices[start : start + 8]
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(data.inputs[batch]), data.targets[batch]).backward()
+            optimizer.step()
+    for parameters, _ in found:
+        assert furthest(parameters, toy.parameters(net)) <= 1e-12

@@ -87,6 +87,26 @@ def test_a_device_that_changes_its_speed_is_followed(run_ranks: Ranks, tmp_path:
     assert step_s(shares[-1], after_s) <= 1.1 * best_s(after_s)
 
 
+def test_a_resumed_run_keeps_the_split_it_had_learnt(run_ranks: Ranks, tmp_path: Path) -> None:
+    learnt = run_ranks(fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY, None, group=False)[0]
+
+    again = run_ranks(
+        fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY + 1, str(tmp_path / "x.ckpt"), group=False
+    )
+
+    assert learnt != (24, 24)
+    assert again == [learnt, learnt]
+
+
+def fit_and_save(rank: int, root: str, steps: int, ckpt_path: str | None) -> Any:
+    strategy = HeteroDDP(global_batch_size=BATCH, replan_every=REPLAN_EVERY)
+    trainer = toy.trainer(root, strategy, 2, max_steps=steps, max_epochs=-1)
+    model = Paced([0.003, 0.001], 10**6, [])
+    trainer.fit(model, toy.loader(BATCH * 20, 1), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(Path(root) / "x.ckpt")
+    return strategy.plan_history[0 if ckpt_path else -1].shares
+
+
 @pytest.mark.parametrize("policy", ["static", "even"])
 def test_other_policies_never_replan(run_ranks: Ranks, tmp_path: Path, policy: str) -> None:
     found = run_ranks(fit_policy, 2, str(tmp_path), policy, group=False)

@@ -37,7 +37,13 @@ OPTIONS = {
         "direct": "auto",
         "snapshots": True,
     },
-    "SnapshotCallback": {"dirpath": None, "every_n_steps": 1, "keep_last": 2},
+    "SnapshotCallback": {
+        "dirpath": None,
+        "every_n_steps": 1,
+        "keep_last": 2,
+        "max_overhead": None,
+        "when_busy": "wait",
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,22 +45,28 @@ class BatchPlan:
         """Samples of all ranks together in one training batch."""
         return sum(self.shares)
 
-    def split(self, samples: int) -> tuple[int, ...]:
+    def split(self, samples: int, min_samples: Sequence[int] = ()) -> tuple[int, ...]:
         """Share out a batch of `samples`, the last of an epoch included; the parts sum to `samples`.
 
-        A short batch is cut in proportion to the shares, with at least one sample for every
-        rank. Where there are fewer samples than ranks, the first ranks take one each and the
-        others none (they repeat a sample with weight zero).
+        A short batch is cut in proportion to the shares, never above a share and not below `min_samples` (one
+        where none are given) as long as there are enough for all ranks. Where there are fewer samples than
+        ranks, the first ranks take one each and the others none (they repeat a sample with weight zero).
         """
         if samples == self.global_batch_size:
             return self.shares
         world = len(self.shares)
         if samples < world:
             return tuple(1 if rank < samples else 0 for rank in range(world))
-        spare, whole = samples - world, self.global_batch_size
-        parts = [1 + spare * share // whole for share in self.shares]
+        least = [min(pair) for pair in zip(self.shares, min_samples or [1] * world, strict=True)]
+        if samples < sum(least):
+            least = [1] * world
+        # The least for everybody; what each share has beyond that is cut down by largest remainder.
+        beyond = [share - low for share, low in zip(self.shares, least, strict=True)]
+        spare, whole = samples - sum(least), sum(beyond)
+        parts = [low + spare * more // whole for low, more in zip(least, beyond, strict=True)]
         neediest = sorted(
-            range(world), key=lambda rank: (-(spare * self.shares[rank] % whole), -self.shares[rank], rank)
+            range(world),
+            key=lambda rank: (-(spare * beyond[rank] % whole), -self.shares[rank], rank),
         )
         for rank in neediest[: samples - sum(parts)]:
             parts[rank] += 1
@@ -71,10 +78,15 @@ class PlanBook:
 
     Every rank holds the same book, so every rank can tell every other rank's part of any
     step without asking.
+
+    Args:
+        first: the plan in force from the start.
+        min_samples: fewest samples of each rank, kept to in short batches, too; none is one each.
     """
 
-    def __init__(self, first: BatchPlan) -> None:
+    def __init__(self, first: BatchPlan, min_samples: Sequence[int] = ()) -> None:
         self._plans = [first]
+        self._min_samples = tuple(min_samples)
 
     @property
     def history(self) -> list[BatchPlan]:
@@ -99,3 +111,7 @@ class PlanBook:
     def at(self, step: StepKey) -> BatchPlan:
         """The plan in force at `step`."""
         return self._plans[max(bisect_right(self._plans, step, key=lambda plan: plan.start) - 1, 0)]
+
+    def split(self, step: StepKey, samples: int) -> tuple[int, ...]:
+        """How the ranks share the `samples` of the batch at `step`."""
+        return self.at(step).split(samples, self._min_samples)

@@ -196,6 +196,7 @@ class PlannedBatchSampler(Sampler[list[Any]]):
             "seed": self._order.seed,
             "global_batch_size": self._global_batch_size,
             "length": len(self._order),
+            "shares": list(self._book.latest.shares),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,7 +244,7 @@ class PlannedBatchSampler(Sampler[list[Any]]):
 
     def _part(self, order: Sequence[Any], step: StepKey) -> list[Any]:
         begin = step.batch * self._global_batch_size
-        shares = self._book.at(step).split(self.batch_samples(step.batch))
+        shares = self._book.split(step, self.batch_samples(step.batch))
         mine = shares[self._rank]
         if mine == 0:
             # Every rank must run its backward pass; the caller gives this sample weight zero.

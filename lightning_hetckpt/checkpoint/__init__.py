@@ -7,6 +7,7 @@
 `snapshot.fence` returns when nothing more is read from live tensors: the weights may move.
 `stripe_writer` hashes the chunks and writes them, one thread per drive, through `direct_io` and `buffer_pool`.
 `commit` gathers every rank's report; the `manifest` is written last; one rename in `publish` shows the folder.
+`figures` notes what that cost, and `cadence` fits the interval to it.
 `retention` names the snapshots that may go, now that a newer one is durable.
 `restore` reads it back, at another world size too; `layout` spells every file name.
 FORMAT.md specifies every byte.

@@ -123,6 +123,7 @@ class Committer:
             error = raised
         self._last_save_failed = error is not None
         if error is None:
+            save.snapshot.figures.mark("durable_ms")
             save.snapshot.outcome.set_result(None)
         else:
             self._failed(save.snapshot, error)
@@ -184,7 +185,7 @@ class Committer:
             reason = objection(reports)
             speeds.append(save.fleet.learn(reports))
             if reason is None:
-                self._ledger.publish(save.record, reports)
+                self._ledger.publish(save.record, reports, save.snapshot.figures)
         except (CheckpointError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
         finally:

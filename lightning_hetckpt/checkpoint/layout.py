@@ -52,6 +52,11 @@ def drive_folder(drive: Path, run: str, snapshot_id: str) -> Path:
     return drive / DRIVE_FOLDER / run / snapshot_id
 
 
+def drive_of(folder: Path) -> Path:
+    """The drive that the stripes in `folder` lie on: what `drive_folder` was made of, or a build folder's parent."""
+    return folder.parents[2] if folder.parent.parent.name == DRIVE_FOLDER else folder.parent
+
+
 def run_file(folder: Path) -> Path:
     """The file that holds the random run id of the snapshot folder `folder`."""
     return folder / ".lightning_hetckpt_run"

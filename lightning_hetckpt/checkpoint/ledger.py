@@ -13,12 +13,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_hetckpt.checkpoint.commit import RankReport
+from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.folders import remove_tree
 from lightning_hetckpt.checkpoint.layout import RANKS_NAME
-from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry, spell_tensors
 from lightning_hetckpt.checkpoint.publish import publish, scan, write_manifest
 from lightning_hetckpt.checkpoint.retention import SnapshotInfo, retire
-from lightning_hetckpt.checkpoint.verify import read_manifest
+from lightning_hetckpt.checkpoint.verify import is_checkpoint, read_manifest
 from lightning_hetckpt.errors import CommitError
 
 _log = logging.getLogger("lightning_hetckpt")
@@ -35,7 +36,7 @@ class Record:
     world_size: int
     global_step: int
     epoch: int
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorEntry]  # the same dictionary as long as the plan is
     aliases: dict[str, str]
     stripes: Mapping[str, Path]  # of all ranks: file name -> folder
     write: Callable[[str, bytes], Future[FileEntry]]  # a further small file into the build folder
@@ -49,14 +50,20 @@ class Ledger:
         self._parent: str | None = None
         self._commit = 0
         self._found: dict[Path, list[SnapshotInfo]] = {}  # by folder
+        # Of the newest plan, which gives out the same dictionary for every save: a hundredth of a second each time.
+        self._spelling: tuple[dict[str, TensorEntry], str] | None = None
 
     def resumed_from(self, folder: Path) -> None:
         """The next commit descends from the checkpoint `folder` and counts on from it."""
+        if not is_checkpoint(folder):
+            return  # somebody has removed it since
         manifest = read_manifest(folder)
         self._parent, self._commit = manifest.snapshot_id, max(self._commit, manifest.commit)
 
-    def publish(self, record: Record, reports: Sequence[RankReport]) -> None:
+    def publish(self, record: Record, reports: Sequence[RankReport], figures: Figures) -> None:
         """Make the checkpoint visible; every file in `reports` is durable and stays as it is.
+
+        What was written is noted in `figures`, and what they hold by now in the manifest.
 
         Raises:
             CommitError: the reports do not hold every stripe once.
@@ -71,6 +78,8 @@ class Ledger:
                 f"the ranks wrote {len(written)} files with {len(files)} names, expected every stripe once; "
                 f"missing: {missing}"
             )
+        figures.mark("durable_ms")
+        figures.wrote(written, record.stripes)
         _link(record.build, record.stripes)
         # Found before the build folder gets its manifest, and with it the looks of an interrupted publication.
         found = self._checkpoints_in(record.path.parent)
@@ -88,17 +97,19 @@ class Ledger:
             files=files,
             tensors=record.tensors,
             aliases=record.aliases,
+            figures=figures.as_dict(),
         )
-        write_manifest(record.build, manifest)
-        publish(record.build, record.path)
+        write_manifest(record.build, manifest, self._spelled(record.tensors))
+        publish(record.build, record.path, record.snapshot_id, self._id_at(record.path))
         self._parent, self._commit, self.newest = record.snapshot_id, commit, record.path
         self._forget(record.path)
         found.append(SnapshotInfo(record.path, commit, record.global_step, record.snapshot_id))
 
     def remove(self, path: Path) -> None:
         """Remove whatever lies at `path`."""
+        snapshot_id = self._id_at(path)
         self._forget(path)
-        remove_tree(path)
+        remove_tree(path, snapshot_id)
 
     def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
         """Remove all but the `keep_last` newest checkpoints in `folder` whose name fits `pattern`."""
@@ -111,6 +122,16 @@ class Ledger:
         if folder not in self._found:
             self._found[folder] = scan(folder, _log.warning)
         return self._found[folder]
+
+    def _id_at(self, path: Path) -> str | None:
+        """The snapshot that we know to lie at `path`."""
+        at_path = (info.snapshot_id for info in self._found.get(path.parent, ()) if info.path == path)
+        return next(at_path, None)
+
+    def _spelled(self, tensors: dict[str, TensorEntry]) -> str:
+        if self._spelling is None or self._spelling[0] is not tensors:
+            self._spelling = tensors, spell_tensors(tensors)
+        return self._spelling[1]
 
     def _forget(self, path: Path) -> None:
         found = self._found.get(path.parent, [])

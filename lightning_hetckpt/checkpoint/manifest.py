@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -29,6 +29,7 @@ COMPLEX_PARTS = {"complex64": "F32", "complex128": "F64"}
 
 MAX_NUMBER = 2**63 - 1
 MAX_UNIX_S = 2**53  # up to here a float holds every whole second
+MAX_FIGURE = 10**18  # likewise for whole numbers that were rounded
 MAX_DIMENSIONS = 64
 MAX_CHUNK_BYTES = 2**30  # a reader may hold one chunk in memory
 
@@ -89,9 +90,14 @@ class Manifest:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]  # name -> name of the tensor whose storage it shares
+    figures: dict[str, float | dict[str, float]] = field(default_factory=dict)  # what the save cost
 
-    def to_json(self) -> bytes:
-        """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery)."""
+    def to_json(self, tensors: str | None = None) -> bytes:
+        """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery).
+
+        Args:
+            tensors: what `spell_tensors` makes of the tensors, where the caller kept it.
+        """
         plain = {
             "format_version": FORMAT_VERSION,
             "snapshot_id": self.snapshot_id,
@@ -101,26 +107,19 @@ class Manifest:
             "kind": self.kind,
             "global_step": self.global_step,
             "epoch": self.epoch,
-            "world_size": self.world_size,
             "created_unix_s": self.created_unix_s,
             "files": {
                 name: {"nbytes": f.nbytes, "chunk_bytes": f.chunk_bytes, "chunks": f.chunks}
                 for name, f in self.files.items()
             },
-            "tensors": {
-                name: {
-                    "dtype": t.dtype,
-                    "shape": t.shape,
-                    "complex": t.complex,
-                    "pieces": [
-                        {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows} for p in t.pieces
-                    ],
-                }
-                for name, t in self.tensors.items()
-            },
             "aliases": self.aliases,
+            **({"figures": self.figures} if self.figures else {}),
         }
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        # In the order of their names the tensors come last but one; they stay the same from save to save.
+        text = (
+            f'{_spell(plain)[:-1]},"tensors":{spell_tensors(self.tensors) if tensors is None else tensors},'
+            f"{_spell({'world_size': self.world_size})[1:]}"
+        )
         signed = b'",' + text[1:].encode()
         return _OPENING + hashlib.sha256(signed).hexdigest().encode() + signed
 
@@ -144,6 +143,27 @@ class Manifest:
             ) from None
 
 
+def spell_tensors(tensors: Mapping[str, TensorEntry]) -> str:
+    """What `Manifest.to_json` says of these tensors: good for every save of one plan."""
+    return _spell(
+        {
+            name: {
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "complex": t.complex,
+                "pieces": [
+                    {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows} for p in t.pieces
+                ],
+            }
+            for name, t in tensors.items()
+        }
+    )
+
+
+def _spell(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def _manifest(data: bytes) -> Manifest:
     if not data.startswith(_OPENING):
         raise DamageError(f"it starts with {data[:16]!r}, expected {_OPENING!r}")
@@ -157,7 +177,8 @@ def _manifest(data: bytes) -> Manifest:
         raise DamageError(
             f"format version {version!r:.40}, this version of lightning_hetckpt reads {FORMAT_VERSION}"
         )
-    get = fields(plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__})
+    figures = plain.pop("figures", {})
+    get = fields(plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__} - {"figures"})
     if get["kind"] != "full":
         raise DamageError(f"kind {get['kind']!r:.40}, expected 'full'")
     manifest = Manifest(
@@ -173,6 +194,7 @@ def _manifest(data: bytes) -> Manifest:
         files=_each(get["files"], "files", _file),
         tensors=_each(get["tensors"], "tensors", _tensor),
         aliases=_each(get["aliases"], "aliases", lambda name, to: text(to, f"alias {name!r}")),
+        figures=_each(figures, "figures", _figure),
     )
     _check_pieces(manifest)
     for name, target in manifest.aliases.items():
@@ -250,6 +272,18 @@ def _check_pieces(manifest: Manifest) -> None:
 def _time(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= MAX_UNIX_S:
         raise DamageError(f"created_unix_s is {value!r:.40}, expected seconds since 1970")
+    return float(value)
+
+
+def _figure(name: str, value: Any) -> float | dict[str, float]:
+    if type(value) is dict:
+        return _each(value, f"figure {name!r}", _number)
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_FIGURE:
+        raise DamageError(f"figure {name!r} is {value!r:.40}, expected a number from 0 to {MAX_FIGURE}")
     return float(value)
 
 

@@ -58,29 +58,38 @@ _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
 
-def write_manifest(build: Path, manifest: Manifest) -> None:
-    """Seal the build folder: its links and its manifest are durable. The stripes must be so already."""
-    write_durably(build / MANIFEST_NAME, manifest.to_json())
+def write_manifest(build: Path, manifest: Manifest, tensors: str | None = None) -> None:
+    """Seal the build folder: its links and its manifest are durable. The stripes must be so already.
+
+    Args:
+        tensors: what `spell_tensors` makes of the manifest's tensors, where the caller kept it.
+    """
+    write_durably(build / MANIFEST_NAME, manifest.to_json(tensors))
 
 
-def publish(build: Path, path: Path) -> None:
+def publish(build: Path, path: Path, snapshot_id: str | None = None, displaced_id: str | None = None) -> None:
     """Let the sealed folder `build` be the checkpoint `path`, durably, and remove what was there before.
 
     Whoever looks at `path`, also after a crash at any moment, finds the old checkpoint whole or the new
     one. Where the file system cannot exchange two names there is a moment with neither; `scan` and
     `sweep` then finish the work.
 
+    Args:
+        snapshot_id: of the build folder, where the caller knows it; None reads its manifest.
+        displaced_id: of the checkpoint that lies at `path`, where the caller knows it.
+
     Raises:
         CheckpointError: `path` is a folder with other things in it than a checkpoint of ours.
     """
-    snapshot_id = read_manifest(build).snapshot_id
+    if snapshot_id is None:
+        snapshot_id = read_manifest(build).snapshot_id
     if path.is_dir() and not path.is_symlink() and not is_replaceable(path):
         raise CheckpointError(
             f"{path}: found a folder with other files than a checkpoint's in it, expected a checkpoint or "
             "nothing; choose another path or move the folder away"
         )
     # From here on the links lead to the stripes; a crash before the rename leaves them to sweep's care.
-    for drive in drive_folders(build):
+    for drive in drive_folders(build, snapshot_id):
         (drive / PARTIAL_NAME).unlink(missing_ok=True)
     displaced = None
     if not os.path.lexists(path):
@@ -92,7 +101,7 @@ def publish(build: Path, path: Path) -> None:
     fsync_folder(path.parent)
     if displaced is not None:
         with _only_warn(displaced):
-            remove_tree(displaced)
+            remove_tree(displaced, displaced_id)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.step_guard import Versions
 from lightning_hetckpt.errors import CheckpointError, TornSnapshotError
@@ -31,10 +33,18 @@ class Snapshot:
         path: of the checkpoint that it becomes.
         stable: the live tensors that are still read, by name.
         told: called when the caller has learnt of the failure, so that nobody tells it again.
+        figures: of the save, made when it began.
     """
 
-    def __init__(self, path: Path, stable: Mapping[str, Tensor], told: Callable[[Snapshot], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        stable: Mapping[str, Tensor],
+        told: Callable[[Snapshot], None],
+        figures: Figures | None = None,
+    ) -> None:
         self.path = path
+        self.figures = Figures() if figures is None else figures
         self.outcome: Future[None] = Future()  # set by the commit thread
         self._told = told
         self._versions: Versions | None = Versions(stable)
@@ -97,9 +107,11 @@ class Snapshot:
         """`fence`, but errors wait for `fence` or `wait`."""
         if self._sealed.is_set():
             return
+        began_s = time.perf_counter()
         if self._files.exception() is None:
             for device, copied in self._copies.items():
                 torch.cuda.current_stream(device).wait_event(copied)
+        self.figures.add("fence_ms", 1e3 * (time.perf_counter() - began_s))
         with self._state:
             self._check_and_seal()
 

@@ -17,6 +17,7 @@ from lightning_hetckpt.checkpoint.committer import Committer, Save
 from lightning_hetckpt.checkpoint.crew import Crew
 from lightning_hetckpt.checkpoint.direct_io import supports_direct
 from lightning_hetckpt.checkpoint.drives import find
+from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.fleet import Fleet, agree
 from lightning_hetckpt.checkpoint.folders import write_owner
 from lightning_hetckpt.checkpoint.layout import (
@@ -100,6 +101,7 @@ class Snapshotter:
         rank_state: bytes = b"",
         *,
         alone: bool = False,
+        figures: Mapping[str, float] | None = None,
     ) -> Snapshot:
         """Begin to save `checkpoint` as `path`; on every rank of the channel, in the same order.
 
@@ -110,7 +112,9 @@ class Snapshotter:
                 all ranks and drives; everything else is copied before this returns, and written by rank 0.
             rank_state: what is this rank's own, such as the state of its random number generators.
             alone: this process saves all by itself, and every tensor is stable: fence before any changes.
+            figures: what the caller measured, for the manifest of rank 0.
         """
+        noted = Figures(figures)
         path = _canonical(path)
         crew, fleet = self._crew(path.parent, alone)
         hosts = fleet.in_force(crew.upcoming)
@@ -147,7 +151,7 @@ class Snapshotter:
         now = self._pours(fleet, record, extra, extra.stripes, owned)
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
         earlier = [save for save in self._saves if not save.done()]
-        snapshot = Snapshot(path, live, self._told)
+        snapshot = Snapshot(path, live, self._told, noted)
         self._saves = [*earlier, snapshot]
         if not alone:
             self._guard.watch(snapshot, live.values())
@@ -170,6 +174,7 @@ class Snapshotter:
         else:
             self._stager.drain(snapshot, lazy, pool, files)
         finally:
+            noted.mark("begin_ms")
             # Also of a save that failed here: the other ranks wait for a word about it.
             self._committer.save(
                 Save(snapshot, crew, fleet, serial, shared.fingerprint, folders, rank_state, record)

@@ -30,6 +30,10 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointNotFoundError: no manifest lies there.
         CorruptCheckpointError: something else lies there, or one that is damaged.
     """
+    return Manifest.from_json(_manifest_bytes(path), path / MANIFEST_NAME)
+
+
+def _manifest_bytes(path: Path) -> bytes:
     file = path / MANIFEST_NAME
     try:
         # Someone may have put a link or a pipe there: follow neither, wait for neither.
@@ -48,7 +52,7 @@ def read_manifest(path: Path) -> Manifest:
                 f"of at most {_MANIFEST_LIMIT_BYTES} bytes"
             )
         with os.fdopen(fd, "rb", closefd=False) as opened:
-            return Manifest.from_json(opened.read(), file)
+            return opened.read()
     finally:
         os.close(fd)
 
@@ -56,7 +60,12 @@ def read_manifest(path: Path) -> Manifest:
 def holds(path: Path, snapshot_id: str) -> bool:
     """Whether `path` is the sound folder of this very snapshot."""
     try:
-        return read_manifest(path).snapshot_id == snapshot_id
+        data = _manifest_bytes(path)
+        # Mostly another snapshot lies there by now, and then nothing needs to be parsed.
+        return (
+            snapshot_id.encode() in data
+            and Manifest.from_json(data, path / MANIFEST_NAME).snapshot_id == snapshot_id
+        )
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return False
 
@@ -94,7 +103,7 @@ def _check_owner(file: Path, entry: FileEntry, snapshot_id: str) -> None:
     found = read_header(bytes(head), file).snapshot_id
     if found != snapshot_id:
         raise CorruptCheckpointError(
-            f"{file}: belongs to snapshot {found}, expected {snapshot_id}; use another checkpoint"
+            f"{file}: belongs to the snapshot {found}, expected {snapshot_id}; use another checkpoint"
         )
 
 

@@ -20,11 +20,12 @@ def test_a_whole_batch_is_split_as_the_plan_says(shares) -> None:
 
 
 @given(some_shares, st.data())
-def test_a_short_batch_keeps_its_sum_and_gives_every_rank_at_least_one(shares, data) -> None:
+def test_a_short_batch_keeps_its_sum_and_gives_every_rank_one_to_its_share(shares, data) -> None:
     samples = data.draw(st.integers(len(shares), sum(shares)))
     parts = BatchPlan(shares).split(samples)
     assert sum(parts) == samples
     assert min(parts) >= 1
+    assert all(part <= share for part, share in zip(parts, shares, strict=True))
 
 
 @given(some_shares, st.data())
@@ -40,6 +41,24 @@ def test_with_fewer_samples_than_ranks_the_first_ranks_take_one_each() -> None:
     assert plan.split(3) == (1, 1, 1, 0)
     assert plan.split(1) == (1, 0, 0, 0)
     assert plan.split(4) == (1, 1, 1, 1)
+
+
+@given(some_shares, st.data())
+def test_a_short_batch_keeps_to_the_least_of_each_rank_while_it_can(shares, data) -> None:
+    least = [data.draw(st.integers(1, share)) for share in shares]
+    samples = data.draw(st.integers(len(shares), sum(shares)))
+    parts = BatchPlan(shares).split(samples, least)
+    assert sum(parts) == samples
+    floor = least if samples >= sum(least) else [1] * len(shares)
+    assert all(low <= part <= share for low, part, share in zip(floor, parts, shares, strict=True))
+    book = PlanBook(BatchPlan(shares), least)
+    assert book.split(StepKey(0, 3), samples) == parts
+
+
+def test_two_of_five_for_the_slow_rank_where_batch_norm_needs_them() -> None:
+    assert BatchPlan((6, 2)).split(5) == (4, 1)
+    assert BatchPlan((6, 2)).split(5, (2, 2)) == (3, 2)
+    assert BatchPlan((6, 2)).split(3, (2, 2)) == (2, 1)
 
 
 @pytest.mark.parametrize("shares", [(), (0, 8), (9, -1)])

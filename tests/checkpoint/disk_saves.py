@@ -24,6 +24,8 @@ from lightning_hetckpt.checkpoint.layout import (
     stripe_name,
 )
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
+from lightning_hetckpt.checkpoint.shard_plan import StripePlan
+from lightning_hetckpt.checkpoint.stripe_header import build_header
 from lightning_hetckpt.checkpoint.stripe_writer import StripeFile, StripeWriter
 
 
@@ -87,6 +89,12 @@ def put(writer: StripeWriter, stripe: StripeFile, offset: int, data: bytes) -> t
     return released
 
 
+def stripe_bytes(snapshot_id: str, nbytes: int) -> bytes:
+    """A stripe of that snapshot, without tensors but with random data, at least as long as its header."""
+    header = build_header(StripePlan(stripe_name(0, 0), 0, 0, (), 0), {}, snapshot_id)
+    return header + os.urandom(max(0, nbytes - len(header)))
+
+
 def build(path: Path, commit: int = 1, drives: Sequence[Path] = (), nbytes: int = 5000) -> Path:
     """A sealed build folder for `path`, with its stripes on `drives`, or in it where there are none."""
     snapshot_id, run = new_id(), run_of(path.parent)
@@ -95,10 +103,10 @@ def build(path: Path, commit: int = 1, drives: Sequence[Path] = (), nbytes: int 
     links = {}
     for number, drive in enumerate(drives):
         stripe = open_drive(drive, run, snapshot_id, path) / stripe_name(0, number)
-        contents[stripe] = os.urandom(nbytes)
+        contents[stripe] = stripe_bytes(snapshot_id, nbytes)
         links[folder / stripe.name] = stripe
     if not drives:
-        contents[folder / stripe_name(0, 0)] = os.urandom(nbytes)
+        contents[folder / stripe_name(0, 0)] = stripe_bytes(snapshot_id, nbytes)
     entries = write_files(contents)
     for link, stripe in links.items():
         link.symlink_to(stripe)

@@ -43,6 +43,7 @@ def sample() -> Manifest:
         snapshot_id="00112233445566aa", run="ffeeddccbbaa9988", parent="0" * 16, commit=9, kind="full",
         global_step=7, epoch=1, world_size=2, created_unix_s=1.75e9 + 0.125,
         files={file.name: file for file in files}, tensors=tensors, aliases={"tied": "w"},
+        figures={"begin_ms": 0.5, "nbytes": 4301.0, "gb_per_s": {"/mnt/a": 0.2, "/mnt/b": 1e18}},
     )  # fmt: skip
 
 
@@ -90,6 +91,13 @@ def test_what_was_planned_and_written_down_reads_back_equal(
     assert json.loads(written)["snapshot_id"] == manifest.snapshot_id
 
 
+def test_without_figures_none_stand_in_it_as_in_manifests_before_there_were_any() -> None:
+    bare = replace(sample(), figures={})
+
+    assert "figures" not in json.loads(bare.to_json())
+    assert Manifest.from_json(bare.to_json(), PATH) == bare
+
+
 def test_equal_manifests_are_the_same_bytes_in_whatever_order_they_were_built() -> None:
     one = sample()
     other = replace(one, files=dict(reversed(one.files.items())), tensors=dict(reversed(one.tensors.items())))
@@ -108,17 +116,17 @@ def test_the_checksum_is_the_sha256_of_every_byte_behind_it() -> None:
 def test_changed_bytes_are_refused(data: st.DataObject) -> None:
     written = bytearray(sample().to_json())
     for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.integers(0, len(written) - 1))
+        place = data.draw(st.integers(0, max(0, len(written) - 1)))
         match data.draw(st.sampled_from(["change", "cut", "insert", "drop"])):
             case "change":
-                written[place] = data.draw(st.integers(0, 255))
+                written[place : place + 1] = data.draw(st.binary(min_size=1, max_size=1))
             case "cut":
                 del written[place:]
                 written += b"}"
             case "insert":
                 written[place:place] = data.draw(st.binary(min_size=1, max_size=4))
             case "drop":
-                del written[place]
+                del written[place : place + 1]
     try:
         assert Manifest.from_json(bytes(written), PATH) == sample()
     except CorruptCheckpointError:
@@ -261,6 +269,12 @@ LIES: list[tuple[str, tuple[Any, ...], Any]] = [
     ("alias", ("aliases", "tied"), None),
     ("expected text", ("aliases", "\ud800"), "w"),
     ("expected an object with", ("more",), 1),
+    ("figures is", ("figures",), None),
+    ("figure 'begin_ms'", ("figures", "begin_ms"), -0.1),
+    ("figure 'begin_ms'", ("figures", "begin_ms"), "fast"),
+    ("figure 'begin_ms'", ("figures", "begin_ms"), True),
+    ("figure 'nbytes'", ("figures", "nbytes"), 10**400),
+    ("figure '/mnt/a'", ("figures", "gb_per_s", "/mnt/a"), {}),
 ]
 
 

@@ -15,6 +15,7 @@ import pytest
 from lightning_hetckpt.checkpoint import publish
 from lightning_hetckpt.checkpoint.folders import run_of, write_owner
 from lightning_hetckpt.checkpoint.layout import (
+    BLOCK_BYTES,
     HIDDEN_PREFIX,
     MANIFEST_NAME,
     PARTIAL_NAME,
@@ -160,7 +161,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path, mo
     path = save(tmp_path / "last.ckpt", commit=1)
     folder = build(path, commit=2)
 
-    def failing(path):
+    def failing(path, *_):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(publish, "remove_tree", failing)
@@ -360,8 +361,9 @@ def cut_stripe(path: Path) -> None:
 
 def flip_byte(path: Path) -> None:
     with (path / STRIPE).open("r+b") as file:
+        file.seek(BLOCK_BYTES)  # behind the header, which says whose it is
         byte = file.read(1)[0]
-        file.seek(0)
+        file.seek(BLOCK_BYTES)
         file.write(bytes([byte ^ 1]))
 
 
@@ -405,7 +407,7 @@ def test_a_replaced_checkpoint_never_comes_back_when_its_successor_is_deleted(
 ) -> None:
     path = tmp_path / "last.ckpt"
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "remove_tree", lambda displaced: None)  # killed before it could remove it
+        patch.setattr(publish, "remove_tree", lambda *_: None)  # killed before it could remove it
         for commit in (1, 2, 3):
             save(path, commit)
     shutil.rmtree(path)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, MANIFEST_NAME, META_NAME, new_id, stripe_name
+from lightning_hetckpt.checkpoint.layout import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    META_NAME,
+    new_id,
+    stripe_name,
+)
 from lightning_hetckpt.checkpoint.verify import check_files, holds, is_checkpoint, read_manifest, verify
 from lightning_hetckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tests.checkpoint.disk_saves import save
@@ -29,7 +36,7 @@ def test_a_whole_checkpoint_passes_also_through_a_link_to_it(whole, tmp_path) ->
 
 
 def test_any_flipped_byte_of_a_stripe_is_found_and_the_chunk_named(whole) -> None:
-    for offset in (0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 99):
+    for offset in (BLOCK_BYTES, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 99):
         with (whole / STRIPE).open("r+b") as file:
             file.seek(offset)
             byte = file.read(1)[0]
