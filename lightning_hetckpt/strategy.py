@@ -123,10 +123,7 @@ class HeteroDDP(DDPStrategy):
                 f"the global batch of {global_batch_size} samples is smaller than the {world} ranks, and every rank "
                 f"needs one sample. Set HeteroDDP(global_batch_size={world}) or more, or use fewer devices."
             )
-        bounds = (
-            _per_rank(self.min_samples, world, "min_samples"),
-            _per_rank(self.max_samples, world, "max_samples"),
-        )
+        bounds = self._bounds()
         if self.shares is not None and len(self.shares) != world:
             raise ConfigurationError(
                 f"HeteroDDP(shares={list(self.shares)}) names {len(self.shares)} ranks, but the job has {world}. "
@@ -142,6 +139,13 @@ class HeteroDDP(DDPStrategy):
             return BatchPlan(tuple(saved), reason="as saved")  # most likely the same devices go on
         even = share_by_speed(global_batch_size, [1.0] * world, *bounds, self.multiple_of)
         return BatchPlan(even, reason="even")
+
+    def _bounds(self) -> tuple[list[Any], list[Any]]:
+        """Fewest and most samples of each rank."""
+        return (
+            _per_rank(self.min_samples, self.world_size, "min_samples"),
+            _per_rank(self.max_samples, self.world_size, "max_samples"),
+        )
 
     def _replan(self) -> None:
         """Exchange timings; rank 0 decides, every rank notes the same plan from the same batch on."""
@@ -259,9 +263,9 @@ class HeteroDDP(DDPStrategy):
         wanted = self._wanted_batch(dataloader)
         self._agree_on_loader(len(order), wanted)
         if self._book is None:
-            bounds = [_per_rank(limit, self.world_size, "") for limit in (self.min_samples, self.max_samples)]
-            self._book = PlanBook(self._first_plan(wanted), bounds[0])
-            self._controller = Controller(self.world_size, wanted, bounds[0], bounds[1], self.multiple_of)
+            least, most = self._bounds()
+            self._book = PlanBook(self._first_plan(wanted), least)
+            self._controller = Controller(self.world_size, wanted, least, most, self.multiple_of)
         elif wanted != self._book.latest.global_batch_size:
             raise LoaderError(
                 f"found train loaders with global batches of {self._book.latest.global_batch_size} and {wanted} samples; "

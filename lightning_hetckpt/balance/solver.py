@@ -90,8 +90,8 @@ def solve(
 
     Water-filling finds the common deadline; a heap hands out the samples that are left, each to the
     device that then finishes first. Ties go to the faster device, then to the lower rank: the same
-    numbers give the same split everywhere, and of two devices with equal bounds the faster one
-    never gets less. (DESIGN §5.2; Cannikin, arXiv 2402.05302, where the deadline is OptPerf.)
+    numbers give the same split everywhere, and of two devices with equal bounds that both hold a
+    multiple the faster one never gets less. (DESIGN §5.2; Cannikin, arXiv 2402.05302, where the deadline is OptPerf.)
 
     Args:
         models: the time function of each device.
