@@ -1,16 +1,19 @@
 """How fast a checkpoint becomes durable: our writer, its rivals, and what the drives allow.
 
-    python -m benchmarks.write --dirs /mnt/a /mnt/b --mib 512 --repeats 7
+    python -m benchmarks.write --dirs /mnt/a /mnt/b --mib 512 --repeats 7 --processes 1
 
 Every contestant writes the same tensors and ends durable (fsync or fdatasync of data and folder). They take
 turns, in another order each round, so that a slow minute of the machine hits all of them. `raw` writes the same
-bytes, laid out in aligned memory beforehand, with O_DIRECT and one thread per folder: no copy, no hash, no
-header, the most that such a writer could reach. Rivals that know one folder only get the first.
+bytes, laid out in aligned memory beforehand, with O_DIRECT and one thread per folder, each with a part as large as
+its drive is fast: no copy, no hash, no header, the most that such a writer could reach. With several processes each
+holds all tensors, as under DDP; raw, DCP and ours write together, the others from the first process. Rivals that
+know one folder only get the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import os
 import random
@@ -25,7 +28,9 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from lightning.fabric.plugins import TorchCheckpointIO
 from rich.console import Console
 from rich.progress import track
@@ -37,6 +42,7 @@ from lightning_hetckpt.checkpoint.layout import DRIVE_FOLDER
 
 BLOCK_BYTES = 8 * 2**20
 ALIGN_BYTES = 4096
+PROBE_BYTES = 64 * 2**20
 RAW_NAME = "raw.bin"
 Save = Callable[[Path], None]  # makes the checkpoint durable below a folder
 
@@ -52,20 +58,42 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count; one more warms up")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=int, default=1, help="that save together")
     options = parser.parse_args()
 
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process on purpose
     with tempfile.TemporaryDirectory(prefix="hetckpt-", dir=Path.cwd()) as here:
         dirs = [path.absolute() for path in options.dirs or [Path(here)]]
+        for place in dirs:
+            place.mkdir(parents=True, exist_ok=True)
+        if options.processes == 1:
+            run(0, options, dirs, 0)
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            mp.spawn(run, (options, dirs, store.port), options.processes)
+
+
+def run(rank: int, options: argparse.Namespace, dirs: list[Path], port: int) -> None:
+    """One process of the contest; the first prints."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process on purpose
+    if port:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
+    try:
         checkpoint = make_checkpoint(options.mib * 2**20)
-        nbytes = sum(tensor.nbytes for tensor in tensors_of(checkpoint))
-        seconds = compete(contestants(checkpoint, dirs), dirs, options.repeats)
+        seconds = compete(contestants(checkpoint, dirs, rank, options.processes), dirs, options.repeats, rank)
+    finally:
+        if port:
+            dist.destroy_process_group()
+    if rank:
+        return
+    nbytes = sum(tensor.nbytes for tensor in tensors_of(checkpoint))
     raw_s = median(seconds["raw O_DIRECT"])
     result = {
         **describe("benchmarks.write"),
         "bytes": nbytes,
         "tensors": len(tensors_of(checkpoint)),
         "folders": len(dirs),
+        "processes": options.processes,
         "contestants": {
             name: {
                 "median_s": median(rounds),
@@ -80,42 +108,53 @@ def main() -> None:
     Console().print(_table(result))
 
 
-def contestants(checkpoint: dict[str, Any], dirs: list[Path]) -> dict[str, Save]:
-    """Everybody who can make `checkpoint` durable below a folder."""
+def contestants(checkpoint: dict[str, Any], dirs: list[Path], rank: int, processes: int) -> dict[str, Save]:
+    """Everybody who can make `checkpoint` durable below a folder; all processes call each."""
     striped = StripedAsyncCheckpointIO(dirs=dirs)
 
     def hetckpt(folder: Path) -> None:
-        striped.save_checkpoint(checkpoint, folder / "hetckpt.ckpt")
+        if processes == 1:
+            striped.save_checkpoint(checkpoint, folder / "hetckpt.ckpt")
+        else:
+            striped.begin(checkpoint, folder / "hetckpt.ckpt", stable=tensors_of(checkpoint)).fence()
         striped.wait()
 
     def torch_save(folder: Path) -> None:
-        with (folder / "torch.pt").open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync(folder)
+        if rank == 0:
+            with (folder / "torch.pt").open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync(folder)
 
     def lightning(folder: Path) -> None:
-        path = folder / "lightning.ckpt"
-        TorchCheckpointIO().save_checkpoint(checkpoint, path)
-        _fsync(path)
-        _fsync(folder)
+        if rank == 0:
+            path = folder / "lightning.ckpt"
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+            _fsync(path)
+            _fsync(folder)
 
     def dcp_with(threads: int) -> Save:
         def save(folder: Path) -> None:
             writer = dcp.FileSystemWriter(
                 folder / "dcp", sync_files=True, thread_count=threads, overwrite=True
             )
-            dcp.save(checkpoint, storage_writer=writer, no_dist=True)
+            dcp.save(checkpoint, storage_writer=writer, no_dist=processes == 1)
             _fsync(folder / "dcp")
 
         return save
 
-    parts = [memoryview(part) for part in aligned_parts(checkpoint, len(dirs))]
+    weights = drive_speeds(dirs) if rank == 0 else []
+    if processes > 1:
+        told = [weights]
+        dist.broadcast_object_list(told)
+        weights = told[0]
+    every = [share for share in weights for _ in range(processes)]  # of each folder and process
+    views = [memoryview(part) for part in aligned_parts(checkpoint, every)][rank::processes]
 
     def raw(folder: Path) -> None:
         with ThreadPoolExecutor(len(dirs)) as pool:
-            list(pool.map(lambda place, part: write_raw(place / RAW_NAME, part), dirs, parts))
+            list(pool.map(lambda place, part: write_raw(place / f"{rank}-{RAW_NAME}", part), dirs, views))
 
     return {
         "lightning_hetckpt": hetckpt,
@@ -127,24 +166,51 @@ def contestants(checkpoint: dict[str, Any], dirs: list[Path]) -> dict[str, Save]
     }
 
 
-def compete(saves: dict[str, Save], dirs: list[Path], repeats: int) -> dict[str, list[float]]:
+def drive_speeds(dirs: list[Path]) -> list[float]:
+    """Bytes per second of each folder's drive, one after the other."""
+    if len(dirs) == 1:
+        return [1.0]
+    data = mmap.mmap(-1, PROBE_BYTES)
+    data.write(os.urandom(BLOCK_BYTES) * (PROBE_BYTES // BLOCK_BYTES))
+    speeds = []
+    for place in dirs:
+        for _ in range(2):  # the second counts: the first may ride on a throttled drive's credit
+            began_s = time.perf_counter()
+            write_raw(place / RAW_NAME, memoryview(data))
+            seconds = time.perf_counter() - began_s
+            (place / RAW_NAME).unlink()
+        speeds.append(PROBE_BYTES / seconds)
+    return speeds
+
+
+def compete(saves: dict[str, Save], dirs: list[Path], repeats: int, rank: int) -> dict[str, list[float]]:
     """Seconds until durable of each contestant, round by round; cleaning up is not counted."""
     rounds: dict[str, list[float]] = {name: [] for name in saves}
-    names, order = list(saves), random.Random(1)
+    names, order = list(saves), random.Random(1)  # the same turns in every process
     folder = dirs[0] / "contest"
-    for turn in track(range(repeats + 1), description="rounds", transient=True):
+    for turn in track(range(repeats + 1), description="rounds", transient=True, disable=rank > 0):
         for name in order.sample(names, len(names)):  # so that nobody always follows the same one
-            folder.mkdir()
-            os.sync()  # nobody pays for what the one before left in the page cache
+            if rank == 0:
+                folder.mkdir()
+                os.sync()  # nobody pays for what the one before left in the page cache
+            _meet()
             began_s = time.perf_counter()
             saves[name](folder)
+            _meet()
             if turn:
                 rounds[name].append(time.perf_counter() - began_s)
-            shutil.rmtree(folder)
-            for place in dirs:
-                (place / RAW_NAME).unlink(missing_ok=True)
-                shutil.rmtree(place / DRIVE_FOLDER, ignore_errors=True)
+            if rank == 0:
+                shutil.rmtree(folder)
+                for place in dirs:
+                    for file in place.glob(f"*{RAW_NAME}"):
+                        file.unlink()
+                    shutil.rmtree(place / DRIVE_FOLDER, ignore_errors=True)
     return rounds
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def make_checkpoint(nbytes: int) -> dict[str, Any]:
@@ -191,14 +257,15 @@ def tensors_of(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
     return [*checkpoint["state_dict"].values(), *(tensor for one in moments for tensor in one.values())]
 
 
-def aligned_parts(checkpoint: dict[str, Any], folders: int) -> list[mmap.mmap]:
-    """The bytes of all tensors, cut into page-aligned parts of whole blocks, one for each folder."""
+def aligned_parts(checkpoint: dict[str, Any], weights: list[float]) -> list[mmap.mmap]:
+    """The bytes of all tensors, cut into page-aligned parts of whole pages in proportion to `weights`."""
     data = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors_of(checkpoint)]).numpy()
-    size = -(-len(data) // (folders * ALIGN_BYTES)) * ALIGN_BYTES
+    pages = -(-len(data) // ALIGN_BYTES)
+    ends = [round(pages * sum(weights[: k + 1]) / sum(weights)) * ALIGN_BYTES for k in range(len(weights))]
     parts = []
-    for start in range(0, folders * size, size):
-        part = mmap.mmap(-1, size)
-        part.write(data[start : start + size])
+    for start, end in itertools.pairwise([0, *ends]):
+        part = mmap.mmap(-1, end - start)
+        part.write(data[start:end])
         parts.append(part)
     return parts
 
@@ -228,7 +295,10 @@ def _fsync(path: Path) -> None:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    size = f"{result['bytes'] / 2**20:.0f} MiB in {result['tensors']} tensors, {result['folders']} folder(s)"
+    size = (
+        f"{result['bytes'] / 2**20:.0f} MiB in {result['tensors']} tensors, {result['folders']} folder(s), "
+    )
+    size += f"{result['processes']} process(es)"
     table = Table(
         title=f"durable save of {size}", caption=f"{result['cpu']}, {result['cores']} cores, {result['date']}"
     )
