@@ -48,9 +48,11 @@ class Job(LightningModule):
         self.square = torch.ones(256, 256)
 
     def configure_optimizers(self) -> Any:
+        """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The sum of all parameters, late."""
         until_s = time.perf_counter() + self.step_s
         loss = torch.stack([layer.sum() for layer in self.layers]).sum()
         while self.busy and time.perf_counter() < until_s:
@@ -67,6 +69,7 @@ class EveryOtherBlock(SnapshotCallback):
         self.parts_ms: dict[str, list[float]] = defaultdict(list)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """A snapshot, or none."""
         if with_snapshots(trainer.global_step):
             before = self._before
             super().on_train_batch_end(trainer, *args)
@@ -90,6 +93,7 @@ class Stopwatch(Callback):
         self._began_s: float | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """One step ends and the next begins."""
         now_s = time.perf_counter()
         last = trainer.global_step - 1
         # The first block warms up; the first two steps of each block still feel the one before.

@@ -48,6 +48,7 @@ RINGS = {
     "checkpoint.staging": TORCH,
     "checkpoint.crew": TORCH,
     "checkpoint.fleet": TORCH,
+    "checkpoint.survey": TORCH,
     "checkpoint.committer": TORCH,
     "checkpoint.snapshotter": TORCH,
     "checkpoint.restore": TORCH,

@@ -18,32 +18,47 @@ from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 KEY = "lightning_hetckpt"  # in the dictionary that meta.pt holds, beside the user's own keys
 
 
-def pack_meta(flat: FlatState) -> bytes:
+def pack_places(flat: FlatState) -> bytes:
+    """Where each tensor belongs and how it lay in memory, for `pack_meta`."""
+    return _saved(
+        {
+            "tensors": [[path, name] for path, name in flat.index],
+            # A permuted tensor (channels_last) is stored row by row; its strides decide the speed of the next
+            # step and, where something is summed, the last bit.
+            "strides": {
+                name: tuple(tensor.stride())
+                for name, tensor in flat.tensors.items()
+                if not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride())
+            },
+            "devices": {name: str(t.device) for name, t in flat.tensors.items() if not t.is_cpu},
+        }
+    )
+
+
+def pack_meta(flat: FlatState, places: bytes | None = None) -> bytes:
     """The bytes of meta.pt: the skeleton, and where each tensor belongs.
 
     `torch.load(..., weights_only=True)` reads them unless the user put own objects in.
+
+    Args:
+        places: what `pack_places` gave for `flat`, or for a state that differs in values only.
 
     Raises:
         CheckpointError: something in the checkpoint cannot be pickled.
     """
     skeleton = copy.copy(flat.skeleton)
-    about: dict[str, Any] = {
-        "tensors": [[path, name] for path, name in flat.index],
-        # A permuted tensor (channels_last) is stored row by row; its strides decide the speed of the next
-        # step and, where something is summed, the last bit.
-        "strides": {
-            name: tuple(tensor.stride())
-            for name, tensor in flat.tensors.items()
-            if not tensor.is_contiguous() and _is_dense(tensor.shape, tensor.stride())
-        },
-        "devices": {name: str(t.device) for name, t in flat.tensors.items() if not t.is_cpu},
-    }
+    # In bytes of their own: they are most of the work, and the same for every snapshot of a run.
+    about: dict[str, Any] = {"places": pack_places(flat) if places is None else places}
     if KEY in skeleton:
         about["user"] = skeleton[KEY]
     skeleton[KEY] = about
+    return _saved(skeleton)
+
+
+def _saved(plain: dict[Any, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
-        torch.save(skeleton, buffer)
+        torch.save(plain, buffer)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"the checkpoint holds an object that cannot be pickled: {error}. Look at what callbacks, "
@@ -76,7 +91,8 @@ def unpack_meta(
             "trust the checkpoint, pass weights_only=False to `trainer.fit` or to `load_checkpoint`."
         ) from error
     try:
-        about = skeleton[KEY]
+        user = skeleton[KEY]
+        about = torch.load(io.BytesIO(user["places"]), weights_only=weights_only is not False)
         places = {tuple(path): name for path, name in about["tensors"]}
         ready = {
             name: _relocated(
@@ -86,12 +102,12 @@ def unpack_meta(
             )
             for name in dict.fromkeys(places.values())
         }
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, EOFError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"meta.pt and the stripes do not fit together ({error!r:.200}). Resume from another snapshot."
         ) from error
-    if "user" in about:
-        skeleton[KEY] = about["user"]
+    if "user" in user:
+        skeleton[KEY] = user["user"]
     else:
         del skeleton[KEY]
     tree: dict[Any, Any] = _put_back(skeleton, places, ready)
@@ -99,33 +115,42 @@ def unpack_meta(
 
 
 def _put_back(skeleton: Any, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> Any:
-    done: dict[int, tuple[Any, Any]] = {}  # holds each old node too, so that no id comes up twice
-    filled = 0
+    walk = _Refill(places, tensors)
+    tree = walk.fill(skeleton, ())
+    if walk.filled != len(places):
+        raise CorruptCheckpointError(
+            f"meta.pt names {len(places)} places of tensors, {walk.filled} of them were found. "
+            "Resume from another snapshot."
+        )
+    return tree
 
-    def walk(node: Any, path: Place) -> Any:
-        nonlocal filled
-        if node is None and path in places:
-            filled += 1
-            return tensors[places[path]]
+
+class _Refill:
+    """One pass over a skeleton. No closure: one that calls itself would hold every tensor until the next collection."""
+
+    def __init__(self, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> None:
+        self.filled = 0
+        self._places = places
+        self._tensors = tensors
+        self._done: dict[int, tuple[Any, Any]] = {}  # holds each old node too, so that no id comes up twice
+
+    def fill(self, node: Any, path: Place) -> Any:
+        if node is None and path in self._places:
+            self.filled += 1
+            return self._tensors[self._places[path]]
         kind = type(node)
         if kind not in (dict, OrderedDict, list, tuple):
             return node
+        done = self._done
         if id(node) in done:
             return done[id(node)][1]
         if kind is tuple:
-            done[id(node)] = node, tuple([walk(value, (*path, at)) for at, value in enumerate(node)])
+            done[id(node)] = node, tuple([self.fill(value, (*path, at)) for at, value in enumerate(node)])
         else:
             done[id(node)] = node, node
             for key, value in node.items() if kind is not list else enumerate(node):
-                node[key] = walk(value, (*path, key))
+                node[key] = self.fill(value, (*path, key))
         return done[id(node)][1]
-
-    tree = walk(skeleton, ())
-    if filled != len(places):
-        raise CorruptCheckpointError(
-            f"meta.pt names {len(places)} places of tensors, {filled} of them were found. Resume from another snapshot."
-        )
-    return tree
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

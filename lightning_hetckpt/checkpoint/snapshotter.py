@@ -30,17 +30,16 @@ from lightning_hetckpt.checkpoint.layout import (
 )
 from lightning_hetckpt.checkpoint.ledger import Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry
-from lightning_hetckpt.checkpoint.meta import pack_meta
 from lightning_hetckpt.checkpoint.publish import sweep
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.checkpoint.staging import Pour, Stager, pour
 from lightning_hetckpt.checkpoint.staging_pool import StagingPool
-from lightning_hetckpt.checkpoint.state_tree import flatten, identity
 from lightning_hetckpt.checkpoint.step_guard import StepGuard
 from lightning_hetckpt.checkpoint.stripe_header import stamp_header
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
+from lightning_hetckpt.checkpoint.survey import Surveyor
 from lightning_hetckpt.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Snapshot", "Snapshotter"]
@@ -89,6 +88,7 @@ class Snapshotter:
         self._closed = False
         self._guard = StepGuard()
         self._writers: dict[str, StripeWriter] = {}  # by physical drive
+        self._surveyor = Surveyor()
         self._layouts = LayoutBook()
         self._stager = Stager()
         self._committer = Committer(self._failures.__setitem__)
@@ -118,11 +118,10 @@ class Snapshotter:
         path = _canonical(path)
         crew, fleet = self._crew(path.parent, alone)
         hosts = fleet.in_force(crew.upcoming)
-        flat = flatten(checkpoint)
-        names = flat.tensors.keys() if alone else {flat.memory.get(identity(tensor)) for tensor in stable}
-        live = {name: tensor for name, tensor in flat.tensors.items() if name in names}
-        owned = {name: t for name, t in flat.tensors.items() if name not in live} if crew.rank == 0 else {}
-        shared, extra = self._layouts.shared(live, hosts), self._layouts.owned(owned)
+        found = self._surveyor.survey(checkpoint, None if alone else stable)
+        live, owned = found.live, found.owned if crew.rank == 0 else {}
+        shared = self._layouts.shared(live, hosts, found.likeness)
+        extra = self._layouts.owned(owned, found.likeness)
         serial, snapshot_id = crew.next_save()
         build = build_folder(path, snapshot_id)
         places = {
@@ -139,7 +138,7 @@ class Snapshotter:
             _whole_number(checkpoint.get("global_step")),
             _whole_number(checkpoint.get("epoch")),
             {**shared.entries, **extra.entries},
-            flat.aliases,
+            found.flat.aliases,
             {
                 stripe.file: places[fleet.folders[stripe.rank][stripe.drive]]
                 for stripe in (*shared.stripes, *extra.stripes)
@@ -165,7 +164,7 @@ class Snapshotter:
             )
             files += pour(now, pool)
             if crew.rank == 0:
-                files.append(self._write(fleet, build / META_NAME, pack_meta(flat)))
+                files.append(self._write(fleet, build / META_NAME, self._surveyor.meta(found)))
         except BaseException as error:
             futures.wait(files)
             snapshot.failed(error)

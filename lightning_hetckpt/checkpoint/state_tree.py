@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ DTYPE_OF: dict[str, torch.dtype] = {
 _CODE_OF = {dtype: code for code, dtype in DTYPE_OF.items()}
 _COMPLEX_NAME = {getattr(torch, name): name for name in COMPLEX_PARTS}
 
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_LEAVES = frozenset({int, float, str, bool, type(None)})  # the most frequent ones, for speed
+
 Place = tuple[Hashable, ...]  # dictionary keys and list positions, from the root
 
 
@@ -57,14 +60,13 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
     exactly: a subclass, sparse, quantized, requiring grad. A container that stands in two places stays one.
     Names are dotted paths, as `torch.distributed.checkpoint` makes them.
     """
+    skeleton, places, found = strip(tree, _fits_a_stripe)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     index: list[tuple[Place, str]] = []
     taken = {"__metadata__"}  # safetensors keeps this one for itself
     memory: dict[Hashable, str] = {}
-    copies: dict[int, Any] = {}
-
-    def take(tensor: Tensor, path: Place) -> None:
+    for path, tensor in zip(places, found, strict=True):
         name = _free_name(path, taken)
         taken.add(name)
         same = identity(tensor)
@@ -74,32 +76,56 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
         else:
             aliases[name] = home
         index.append((path, home))
+    return FlatState(skeleton, tensors, aliases, index, memory)
 
-    def walk(node: Any, path: Place) -> Any:
+
+def strip(
+    tree: Mapping[Any, Any], fits: Callable[[Tensor], bool] | None = None
+) -> tuple[dict[Any, Any], list[Place], list[Tensor]]:
+    """A copy of the containers of `tree` with None for its tensors, the places of these, and the tensors.
+
+    Args:
+        fits: which tensors are taken out; None is all but subclasses.
+    """
+    walk = _Walk(fits)
+    root = tree if type(tree) in (dict, OrderedDict) else dict(tree)
+    return walk.copy(root, ()), walk.places, walk.tensors
+
+
+class _Walk:
+    """One pass over a tree. No closure: one that calls itself would hold every tensor until the next collection."""
+
+    def __init__(self, fits: Callable[[Tensor], bool] | None) -> None:
+        self.places: list[Place] = []
+        self.tensors: list[Tensor] = []
+        self._fits = fits
+        self._copies: dict[int, Any] = {}
+
+    def copy(self, node: Any, path: Place) -> Any:
         kind = type(node)
-        if kind is Tensor and _fits_a_stripe(node):
-            take(node, path)
+        if kind is Tensor and (self._fits is None or self._fits(node)):
+            self.places.append(path)
+            self.tensors.append(node)
             return None
-        if kind not in (dict, OrderedDict, list, tuple):
+        if kind not in _CONTAINERS:
             return node
+        copies = self._copies
         if id(node) in copies:
             return copies[id(node)]
         if kind is tuple:
-            copies[id(node)] = tuple([walk(value, (*path, at)) for at, value in enumerate(node)])
+            copies[id(node)] = tuple([self.copy(value, (*path, at)) for at, value in enumerate(node)])
         elif kind is list:
             new_list: list[Any] = []
             copies[id(node)] = new_list
-            new_list.extend(walk(value, (*path, at)) for at, value in enumerate(node))
+            for at, value in enumerate(node):
+                new_list.append(value if type(value) in _LEAVES else self.copy(value, (*path, at)))
         else:
             copies[id(node)] = new_dict = kind()
             if kind is OrderedDict:
                 vars(new_dict).update(vars(node))
             for key, value in node.items():
-                new_dict[key] = walk(value, (*path, key))
+                new_dict[key] = value if type(value) in _LEAVES else self.copy(value, (*path, key))
         return copies[id(node)]
-
-    root = tree if type(tree) in (dict, OrderedDict) else dict(tree)
-    return FlatState(walk(root, ()), tensors, aliases, index, memory)
 
 
 def identity(tensor: Tensor) -> Hashable | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -51,7 +52,7 @@ class StepGuard:
     def watch(self, reader: Reader, tensors: Iterable[Tensor]) -> None:
         """Guard `tensors` until `reader` is fenced."""
         self._watched = [watched for watched in self._watched if not watched[0].fenced]
-        self._watched.append((reader, frozenset(tensor.data_ptr() for tensor in tensors)))
+        self._watched.append((reader, frozenset(map(Tensor.data_ptr, tensors))))
 
     def close(self) -> None:
         """Stop watching. May be called twice."""
@@ -93,12 +94,19 @@ class Versions:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # Inference tensors keep no count.
-        self._seen = {
-            name: (tensor, tensor._version)  # noqa: SLF001 (the only name that autograd gives it)
-            for name, tensor in tensors.items()
-            if not tensor.is_inference()
-        }
+        if any(map(Tensor.is_inference, tensors.values())):
+            tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+        self._tensors = tensors
+        self._seen = list(map(_version, tensors.values()))
 
     def moved(self) -> list[str]:
         """The names of the tensors that were changed in place since."""
-        return [name for name, (tensor, seen) in self._seen.items() if tensor._version != seen]  # noqa: SLF001
+        now = map(_version, self._tensors.values())
+        return [
+            name
+            for name, seen, version in zip(self._tensors, self._seen, now, strict=True)
+            if seen != version
+        ]
+
+
+_version = attrgetter("_version")  # the only name that autograd gives it
