@@ -71,10 +71,10 @@ class SnapshotCallback(Callback):
                 f"SnapshotCallback needs every_n_steps >= 1 and keep_last >= 1, found {every_n_steps} and "
                 f"{keep_last}. To take no snapshots, leave the callback out and set snapshots=False."
             )
-        if max_overhead is not None and not 0 < max_overhead < float("inf"):
+        if max_overhead is not None and not 0 < max_overhead <= 1:
             raise ConfigurationError(
-                f"SnapshotCallback(max_overhead={max_overhead}): expected a share of the training time above 0, such "
-                "as 0.05, or None to keep the interval."
+                f"SnapshotCallback(max_overhead={max_overhead}): expected a share of the training time from 0 to 1, "
+                "such as 0.05 for 5 %, or None to keep the interval."
             )
         if when_busy not in ("wait", "skip"):
             raise ConfigurationError(f'SnapshotCallback(when_busy={when_busy!r}): expected "wait" or "skip".')

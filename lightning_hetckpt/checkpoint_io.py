@@ -120,7 +120,10 @@ class StripedAsyncCheckpointIO(CheckpointIO):
                 f"`Trainer.save_checkpoint(..., storage_options=...)` is not supported by {type(self).__name__}"
             )
         engine = self._ready()
-        engine.raise_failures()
+        if self._run_failed:
+            engine.abandon(_PATIENCE_AFTER_FAILURE_S)  # else this save would stand in line behind them
+        else:
+            engine.raise_failures()
         snapshot = engine.begin(checkpoint, _local(path), alone=True)
         snapshot.fence()
         status = _status_of_calling_trainer()
@@ -208,7 +211,7 @@ class StripedAsyncCheckpointIO(CheckpointIO):
             _log.error("%s", error)  # raised, it would hide what stopped the run
 
     def run_failed(self) -> None:
-        """The run has ended with an exception: other ranks may never report, so the next `teardown` is quick."""
+        """The run has ended with an exception: other ranks may never report, so nobody waits long for them now."""
         self._run_failed = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -41,12 +41,13 @@ def install_registration() -> None:
     """Register the strategy names now if Lightning is loaded, else in the moment it has been."""
     lightning = sys.modules.get("lightning.pytorch")
     if lightning is not None and hasattr(lightning, "Trainer"):
-        _register_names()
+        _join_lightning()
     elif not any(isinstance(finder, _LightningWatcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, _LightningWatcher())
 
 
-def _register_names() -> None:
+def _join_lightning() -> None:
+    load_folders_too()
     from lightning.pytorch.strategies import StrategyRegistry
 
     for name, options in STRATEGY_NAMES.items():
@@ -88,7 +89,7 @@ class _RegisteringLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _register_names()
+        _join_lightning()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -237,6 +238,30 @@ def find_last_snapshot_too() -> None:
         return original(self, state_fn, ckpt_path, **kwargs) if snapshot is None else str(snapshot)
 
     connector._parse_ckpt_path = parse
+
+
+def load_folders_too() -> None:
+    """Let `MyModule.load_from_checkpoint` read the folders of `StripedAsyncCheckpointIO`.
+
+    Lightning opens the path by itself there and asks no plugin, so its reader is extended once per process. Files
+    go the way they always did.
+    """
+    from lightning.pytorch.core import saving
+
+    original: Any = saving.pl_load
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        from lightning_hetckpt.checkpoint import restore
+        from lightning_hetckpt.checkpoint.verify import is_checkpoint
+
+        if isinstance(path_or_url, str | Path) and is_checkpoint(Path(path_or_url)):
+            return restore.load(Path(path_or_url), weights_only, map_location)
+        return original(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = load
 
 
 def _last_of_stock(trainer: Trainer) -> float | None:

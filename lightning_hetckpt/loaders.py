@@ -44,7 +44,7 @@ def check_train_loaders(loaders: list[Any]) -> None:
                 "found a train loader with batch_size=None; HeteroDDP decides how many samples each rank gets, so it "
                 "needs automatic batching. Give the DataLoader a batch_size and let the dataset return single samples."
             )
-        if type(loader.batch_sampler) not in (BatchSampler, PlannedBatchSampler):
+        if type(loader.batch_sampler) not in (BatchSampler, PlannedBatchSampler) or loader.batch_size is None:
             raise LoaderError(
                 f"found the batch sampler {type(loader.batch_sampler).__name__} in a train loader; HeteroDDP must cut "
                 "the batches itself. Pass batch_size and, for an order of your own, sampler=...; or use stock DDP."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +79,7 @@ class HeteroDDP(DDPStrategy):
         loss_reduction: Literal["mean", "sum"] = "mean",
         **ddp_kwargs: Any,
     ) -> None:
+        _check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
         _check_options(global_batch_size, policy, shares, multiple_of, replan_every, loss_reduction)
         self.global_batch_size = global_batch_size
@@ -99,6 +102,7 @@ class HeteroDDP(DDPStrategy):
         self._batches_seen = 0
         self._in_backward = False
         self._in_training_step = False
+        self._weights_move_next = False  # forward and backward are over, and the optimizer comes
         self._fraction = 1.0  # of the present batch's samples, those of this rank
         self._weight = 1.0  # of this rank's loss
         host.find_last_snapshot_too()
@@ -324,7 +328,8 @@ class HeteroDDP(DDPStrategy):
         if self.policy == "live" and self.world_size > 1 and self._batches_seen % self.replan_every == 0:
             self._replan()
         key = self._step_key()
-        whole = self._samplers[0].batch_samples(key.batch)
+        # Of several loaders the shorter ones may have come to their end, or begun again.
+        whole = max(sampler.batch_samples(key.batch) for sampler in self._samplers)
         samples = self._book.split(key, whole)[self.global_rank]
         self._fraction = samples / whole
         # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
@@ -369,8 +374,20 @@ class HeteroDDP(DDPStrategy):
         if not tensor.is_floating_point() and not tensor.is_complex():
             tensor = tensor.double()
         if self._in_training_step and self._book is not None and group is None:
-            return super().reduce(tensor.mul_(self._fraction), group, "sum")
-        return super().reduce(tensor, group, reduce_op)
+            tensor, reduce_op = tensor.mul_(self._fraction), "sum"
+        with self._waiting():
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with self._waiting():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around an exchange: the fast ranks wait in it for the slow ones, and would look just as slow."""
+        if self._in_training_step and self._timer is not None:
+            return self._timer.waiting()
+        return contextlib.nullcontext()
 
     @override
     def optimizer_step(
@@ -383,11 +400,16 @@ class HeteroDDP(DDPStrategy):
         def fenced() -> Any:
             # Forward and backward run inside this closure and the weights move right behind it, so this
             # is the last moment at which a pending save may still read them.
+            self._weights_move_next = False
             result = closure()
             self._fence()
+            self._weights_move_next = True  # a save in `on_before_optimizer_step` comes too late to overlap
             return result
 
-        return super().optimizer_step(optimizer, fenced, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, fenced, model, **kwargs)
+        finally:
+            self._weights_move_next = False
 
     # ------------------------------------------------------------ checkpoints
 
@@ -401,6 +423,8 @@ class HeteroDDP(DDPStrategy):
             or trainer.state.status == TrainerStatus.INTERRUPTED
         ):
             # After an exception other ranks may never come: rank 0 alone writes all of a replicated model.
+            if isinstance(plugin, StripedAsyncCheckpointIO):
+                plugin.run_failed()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         module = self.lightning_module
@@ -416,6 +440,7 @@ class HeteroDDP(DDPStrategy):
             host.train_stage(trainer)
             and trainer.state.status == TrainerStatus.RUNNING
             and not trainer.is_last_batch
+            and not self._weights_move_next
         ):
             self._unfenced.append(snapshot)
         else:
@@ -501,6 +526,17 @@ def _per_rank(limit: Any, world: int, name: str) -> list[Any]:
             "give one number for all ranks or one per rank."
         )
     return list(limit)
+
+
+def _check_ddp_options(given: dict[str, Any]) -> None:
+    known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
+    ours = list(signature(HeteroDDP).parameters)
+    for name in sorted(given.keys() - known):
+        near = get_close_matches(name, [*ours, *known], cutoff=0.5)
+        raise ConfigurationError(
+            f"HeteroDDP has no option {name!r}, and neither has DDP"
+            + (f"; did you mean {near[0]!r}?" if near else f". Its own are: {', '.join(ours[:-1])}.")
+        )
 
 
 def _check_options(

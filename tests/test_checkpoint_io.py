@@ -17,10 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_hetckpt import HeteroDDP, checkpoint_io
 from lightning_hetckpt.checkpoint import snapshotter, verify
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
 from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
-from lightning_hetckpt.errors import CheckpointNotFoundError, CommitError, ConfigurationError
+from lightning_hetckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, ConfigurationError
+from tests import toy
 from tests.checkpoint.trees import assert_same, checkpoint, stable, training_state
 from tests.doubles import Gate
 
@@ -310,3 +312,69 @@ def test_the_async_plugin_of_lightning_may_be_wrapped_around(tmp_path: Path) -> 
     inner.teardown()  # which the wrapper leaves out
     for path in (tmp_path / "c").glob("*.ckpt"):
         verify.verify(path)
+
+
+def test_a_model_is_loaded_from_a_folder_as_from_a_file(tmp_path: Path) -> None:
+    trainer = toy.trainer(tmp_path, "auto", 1, max_steps=2, plugins=[StripedAsyncCheckpointIO()])
+    model = toy.Toy()
+    trainer.fit(model, toy.loader(16, 4))
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+
+    for path in (tmp_path / "ours.ckpt", str(tmp_path / "ours.ckpt")):
+        again = toy.Toy.load_from_checkpoint(path, lr=0.5)
+        assert again.lr == 0.5
+        for one, other in zip(toy.parameters(again), toy.parameters(model), strict=True):
+            assert torch.equal(one, other)
+    torch.save(StripedAsyncCheckpointIO().load_checkpoint(tmp_path / "ours.ckpt"), tmp_path / "stock.ckpt")
+    assert toy.Toy.load_from_checkpoint(tmp_path / "stock.ckpt", lr=0.5).lr == 0.5
+
+
+def save_alone_after_a_failure(rank: int, root: str) -> Any:
+    """The other rank never begins the common save, as when it is stuck in a backward pass."""
+    checkpoint_io._PATIENCE_AFTER_FAILURE_S = 0.2
+    plugin = StripedAsyncCheckpointIO()
+    tree = {"global_step": 1, "t": torch.ones(3)}
+    plugin.begin(tree, Path(root) / "common-1.ckpt", stable=[tree["t"]]).wait()
+    if rank == 0:
+        plugin.begin(tree, Path(root) / "common-2.ckpt", stable=[tree["t"]]).fence()
+        plugin.run_failed()
+        plugin.save_checkpoint(tree, Path(root) / "rescue.ckpt")
+    plugin.run_failed()
+    plugin.teardown()
+    return sorted(path.name for path in Path(root).glob("*.ckpt"))
+
+
+def test_a_rescue_save_waits_for_nobody_who_may_never_come(run_ranks: Any, tmp_path: Path) -> None:
+    # A save waits 300 s for another rank, `run_ranks` gives up after 60 s.
+    found = run_ranks(save_alone_after_a_failure, 2, str(tmp_path))
+    assert found[0] == ["common-1.ckpt", "rescue.ckpt"]
+
+
+def test_every_folder_is_swept_before_the_first_save_into_it(tmp_path: Path) -> None:
+    left = []
+    for name in ("one", "two"):
+        left.append(tmp_path / name / ".hetckpt-0123456789abcdef")
+        left[-1].mkdir(parents=True)
+        (left[-1] / "stripe-r00000-d00.safetensors").write_bytes(b"half")
+    plugin = StripedAsyncCheckpointIO()
+    for name in ("one", "two"):
+        plugin.save_checkpoint({"t": torch.ones(2)}, tmp_path / name / "a.ckpt")
+    plugin.teardown()
+    assert not any(path.exists() for path in left)
+    assert (tmp_path / "two" / "a.ckpt").is_dir()
+
+
+def test_a_folder_of_dirs_that_cannot_be_made_ends_the_run_before_the_first_step_is_lost(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = toy.trainer(
+        tmp_path,
+        HeteroDDP(),
+        1,
+        max_steps=3,
+        plugins=[StripedAsyncCheckpointIO(dirs=[tmp_path / "file" / "ssd"])],
+    )
+    with pytest.raises(CheckpointError, match="file/ssd"):
+        trainer.fit(toy.Toy(), toy.loader(16, 4))
+    assert trainer.global_step <= 1

@@ -22,14 +22,22 @@ REPLAN_EVERY = 10
 class Paced(toy.Toy):
     """Needs `pace_s` for each sample, spent asleep so that two ranks on one core do not disturb each other."""
 
-    def __init__(self, paces_s: list[float], change_at: int, changed_s: list[float]) -> None:
+    def __init__(
+        self, paces_s: list[float], change_at: int, changed_s: list[float], sync_dist: bool = False
+    ) -> None:
         super().__init__()
+        self.sync_dist = sync_dist
         self.paces_s, self.change_at, self.changed_s = paces_s, change_at, changed_s
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         paces_s = self.paces_s if self.trainer.global_step < self.change_at else self.changed_s
         time.sleep(paces_s[self.trainer.global_rank] * len(batch[0]))
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if self.sync_dist:
+            # The fast rank waits for the slow one in here, in the middle of its own step.
+            self.log("loss", loss, sync_dist=True)
+            self.all_gather(loss.detach())
+        return loss
 
 
 class Shares(Callback):
@@ -43,12 +51,18 @@ class Shares(Callback):
 
 
 def fit(
-    rank: int, root: str, paces_s: list[float], changed_s: list[float], steps: int, change_at: int
+    rank: int,
+    root: str,
+    paces_s: list[float],
+    changed_s: list[float],
+    steps: int,
+    change_at: int,
+    sync_dist: bool = False,
 ) -> Any:
     shares = Shares()
     strategy = HeteroDDP(global_batch_size=BATCH, replan_every=REPLAN_EVERY)
     trainer = toy.trainer(root, strategy, len(paces_s), max_steps=steps, max_epochs=-1, callbacks=[shares])
-    model = Paced(paces_s, change_at, changed_s)
+    model = Paced(paces_s, change_at, changed_s, sync_dist)
     trainer.fit(model, toy.loader(BATCH * 20, 1))
     seen = [sorted(indices) for _, _, indices in model.seen]
     return shares.found, seen, len(strategy.plan_history)
@@ -63,12 +77,14 @@ def best_s(paces_s: list[float]) -> float:
     return BATCH / sum(speeds)
 
 
+@pytest.mark.parametrize("sync_dist", [False, True], ids=["silent", "metrics-are-exchanged"])
 def test_the_split_of_a_three_to_one_pair_is_near_the_best_in_three_looks(
-    run_ranks: Ranks, tmp_path: Path
+    run_ranks: Ranks, tmp_path: Path, sync_dist: bool
 ) -> None:
     paces_s = [0.003, 0.001]
+    steps = 3 * REPLAN_EVERY + 2
 
-    found = run_ranks(fit, 2, str(tmp_path), paces_s, paces_s, 3 * REPLAN_EVERY + 2, 10**6, group=False)
+    found = run_ranks(fit, 2, str(tmp_path), paces_s, paces_s, steps, 10**6, sync_dist, group=False)
 
     assert found[0][0] == found[1][0]  # every rank has the same plans
     assert found[0][0][0] == (24, 24)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,35 @@ def test_a_change_slipped_past_the_fence_is_caught_and_named(
 
     assert_saved(tmp_path, copies, {1, 2, 4, 5, 6})
     assert any("step=3.ckpt" in text and "net.4.bias" in text for text in caplog.messages)
+
+
+class SavesLate(Callback):
+    """Saves where forward and backward are over and the optimizer comes next: nothing is left to overlap with."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.truth = root, {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        step = trainer.global_step
+        self.truth[step] = copy.deepcopy(pl_module.state_dict())
+        trainer.save_checkpoint(self.root / f"late-{step}.ckpt")
+
+
+def test_a_save_right_before_the_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = SavesLate(tmp_path)
+    trainer = toy.trainer(
+        tmp_path,
+        HeteroDDP(),
+        1,
+        max_steps=4,
+        callbacks=[late],
+        plugins=[StripedAsyncCheckpointIO(snapshots=False)],
+    )
+    slow = staging._drain  # the copy would surely be overtaken
+    monkeypatch.setattr(staging, "_drain", lambda *job: (time.sleep(0.2), slow(*job)))
+    trainer.fit(Wide(), toy.loader(36, 4))
+
+    assert len(late.truth) == 4
+    for step, expected in late.truth.items():
+        saved = StripedAsyncCheckpointIO().load_checkpoint(tmp_path / f"late-{step}.ckpt")
+        assert_same(saved["state_dict"], expected, f"step {step}")

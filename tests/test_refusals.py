@@ -48,6 +48,10 @@ LOADERS = {
         lambda: DataLoader(toy.Numbers(8), batch_sampler=SlowBatches(SequentialSampler(range(8)), 4, False)),
         "SlowBatches.*sampler=",
     ),
+    "stock-batch-sampler": (
+        lambda: DataLoader(toy.Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 4, False)),
+        "batch sampler BatchSampler.*Pass batch_size",
+    ),
     "no-batching": (lambda: DataLoader(toy.Numbers(8), batch_size=None), "batch_size=None.*single samples"),
     "foreign": (Foreign, "Foreign.*torch.utils.data.DataLoader"),
     "short-last-batches": (lambda: [toy.loader(9, 4), toy.loader(8, 4)], "2 train loaders.*drop_last=True"),
@@ -197,3 +201,22 @@ def test_a_model_checkpoint_beside_the_callback_still_saves(tmp_path: Path) -> N
         "step=4.ckpt",
     ]
     assert torch.is_tensor(next(iter(trainer.lightning_module.parameters())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 64}, "no option 'batch_size'.*did you mean 'global_batch_size'"),
+        ({"find_unused_parameter": True}, "did you mean 'find_unused_parameters'"),
+        ({"xyzzy": 1}, "no option 'xyzzy'.*global_batch_size, policy"),
+    ],
+)
+def test_an_option_that_neither_we_nor_ddp_have_is_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HetckptError, match=message):
+        HeteroDDP(**options)
+
+
+def test_every_option_of_ddp_is_still_taken() -> None:
+    HeteroDDP(find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=5, timeout=None)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_hetckpt import HeteroDDP, SnapshotCallback, StripedAsyncCheckpointIO
@@ -260,3 +261,64 @@ def test_a_scheduler_that_asks_for_the_number_of_steps_early_resumes_too(tmp_pat
     assert resumed.seen == whole.seen[2:]
     for one, other in zip(toy.parameters(resumed), toy.parameters(whole), strict=True):
         assert torch.equal(one, other)
+
+
+class Several(toy.Toy):
+    """Trains on every loader that still has a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = {name: part for name, part in batch.items() if part is not None}
+        self.seen.append((self.current_epoch, batch_idx, {k: part[0].tolist() for k, part in parts.items()}))
+        losses = [torch.nn.functional.mse_loss(self.net(x), y) for _, x, y in parts.values()]
+        return torch.stack(losses).sum()
+
+
+def resume_several(rank: int, root: str, lengths: list[int], mode: str, shares: list[int]) -> Any:
+    def go(name: str, ckpt_path: str | None = None) -> Several:
+        seed_everything(11, verbose=False)
+        model = Several()
+        trainer = toy.trainer(
+            Path(root) / name,
+            HeteroDDP(global_batch_size=8, policy="static", shares=shares),
+            len(shares),
+            max_epochs=2,
+            callbacks=[SnapshotCallback(Path(root) / name / "snapshots", keep_last=100)],
+            plugins=[StripedAsyncCheckpointIO()],
+        )
+        parts = {str(n): toy.loader(n, 4, drop_last=True) for n in lengths}
+        trainer.fit(model, CombinedLoader(parts, mode), ckpt_path=ckpt_path)
+        return model
+
+    whole = go("whole")
+    wrong = {}
+    for step in range(1, len(whole.seen) + 1):
+        again = go(f"from-{step}", str(Path(root) / "whole" / "snapshots" / f"step={step}.ckpt"))
+        if again.seen != whole.seen[step:]:
+            wrong[step] = again.seen[:1], whole.seen[step : step + 1]
+        elif any(
+            not torch.equal(a, b) for a, b in zip(toy.parameters(again), toy.parameters(whole), strict=True)
+        ):
+            wrong[step] = "weights"
+    return wrong, whole.seen
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+@pytest.mark.parametrize("lengths", [[40, 16], [16, 40]], ids=["longer-first", "shorter-first"])
+def test_several_loaders_go_on_with_the_next_sample_of_each(
+    run_ranks: Ranks, tmp_path: Path, lengths: list[int], mode: str
+) -> None:
+    [(wrong, seen)] = run_ranks(resume_several, 1, str(tmp_path), lengths, mode, [8], group=False)
+
+    assert wrong == {}
+    assert len(seen) == (4 if mode == "min_size" else 10)
+    for epoch in range(2):
+        longer = [index for at, _, parts in seen for index in parts["40"] if at == epoch]
+        assert longer == toy.order(40, epoch, seed=11)[: len(longer)]
+        shorter = [index for at, _, parts in seen for index in parts.get("16", []) if at == epoch]
+        passes = -(-len(shorter) // 16)
+        assert shorter == (toy.order(16, epoch, seed=11) * passes)[: len(shorter)]
+
+
+def test_several_loaders_on_two_unequal_ranks_too(run_ranks: Ranks, tmp_path: Path) -> None:
+    found = run_ranks(resume_several, 2, str(tmp_path), [16, 40], "max_size_cycle", [5, 3], group=False)
+    assert [wrong for wrong, _ in found] == [{}, {}]

@@ -351,7 +351,9 @@ def test_nothing_is_agreed_on_unless_asked_for(tmp_path: Path, monkeypatch: pyte
     assert calls == []
 
 
-@pytest.mark.parametrize("options", [{"max_overhead": 0}, {"max_overhead": -1.0}, {"when_busy": "panic"}])
+@pytest.mark.parametrize(
+    "options", [{"max_overhead": 0}, {"max_overhead": -1.0}, {"max_overhead": 5}, {"when_busy": "panic"}]
+)
 def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         SnapshotCallback(**options)

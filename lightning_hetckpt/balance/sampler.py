@@ -136,6 +136,7 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         self._on_draw = on_draw
         self._epoch = 0
         self._resume: StepKey | None = None  # where the next pass begins, if it is not a fresh one
+        self._passed = 0  # batches of the epoch that lie in passes behind us: a cycled loader makes several
         self._issued = StepKey(0, -1)
 
     @property
@@ -164,24 +165,36 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         return samples // whole if self.drop_last else -(-samples // whole)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """One pass: the rest of the saved epoch if one was loaded and not begun, else a whole epoch."""
+        """One pass: the rest of the saved one if one was loaded and not begun, else a whole one.
+
+        Beside a longer loader there may be several in an epoch, or none any more; which, Lightning decides. After
+        a resume behind the first pass, this one is empty, and the one that Lightning may then ask for goes on.
+        """
         # All this runs at the first draw. Lightning makes the iterator of a fresh run before it sets the epoch,
         # and a DataLoader with workers makes two and throws the first away.
-        epoch, first = self._resume or StepKey(self._epoch, 0)
+        epoch, done = self._resume or StepKey(self._epoch, self._passed)
+        batches = len(self)
+        if not batches:
+            return
+        if self._resume is not None and done >= batches:
+            self._resume, self._passed = None, done
+            return
         self._resume = None
-        order = self._order.indices(epoch) if first < len(self) else ()
-        for batch in range(first, len(self)):
-            step = StepKey(epoch, batch)
+        first = done % batches
+        order = self._order.indices(epoch)
+        for batch in range(first, batches):
+            step = StepKey(epoch, done - first + batch)  # as Lightning counts, over all passes
             self._issued = max(self._issued, step)
             if self._on_draw is not None:
                 self._on_draw()
-            yield self._part(order, step)
+            yield self._part(order, batch, step)
+        self._passed = done - first + batches
 
     def set_epoch(self, epoch: int) -> None:
         """Let the passes that begin from now on belong to `epoch`."""
         if epoch != self._epoch:
             # The saved epoch is over, without a single draw where nothing of it was left.
-            self._resume = None
+            self._resume, self._passed = None, 0
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,12 +228,14 @@ class PlannedBatchSampler(Sampler[list[Any]]):
                 f"the checkpoint was shuffled with seed {state['seed']}, this run has seed {self._order.seed}: it would "
                 f"repeat some samples and miss others. Call seed_everything({state['seed']}) before the Trainer."
             )
-        batches, left = state["batches"], state["length"] - state["samples"]
-        over = left < (state["global_batch_size"] if self.drop_last else 1)
-        if batches > 0 and not over:
+        batches = state["batches"]
+        whole, rest = divmod(state["length"], state["global_batch_size"])
+        in_pass = whole if self.drop_last else whole + (rest > 0)
+        if in_pass and batches % in_pass:
             self._check_place(state)
         self._epoch = state["epoch"]
-        self._resume = StepKey(self._epoch, len(self) if over else batches)
+        over = batches >= in_pass  # also where this loader has another length by now
+        self._resume = StepKey(self._epoch, max(batches, len(self)) if over else batches)
         self._issued = max(self._issued, StepKey(self._epoch, self._resume.batch - 1))
 
     @property
@@ -242,9 +257,9 @@ class PlannedBatchSampler(Sampler[list[Any]]):
                 "it at an epoch's end."
             )
 
-    def _part(self, order: Sequence[Any], step: StepKey) -> list[Any]:
-        begin = step.batch * self._global_batch_size
-        shares = self._book.split(step, self.batch_samples(step.batch))
+    def _part(self, order: Sequence[Any], batch: int, step: StepKey) -> list[Any]:
+        begin = batch * self._global_batch_size
+        shares = self._book.split(step, self.batch_samples(batch))
         mine = shares[self._rank]
         if mine == 0:
             # Every rank must run its backward pass; the caller gives this sample weight zero.

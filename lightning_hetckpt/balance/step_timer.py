@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -35,11 +37,13 @@ class _Lap:
         self._clock = clock
         self._at = [0.0] * 4
         self._passed = [False] * 4
+        self._waits: list[tuple[Any, Any]] = []  # between forward and last gradient, for other ranks
 
     def clear(self) -> None:
         """Make ready for the next batch."""
         self._passed[:] = (False,) * 4
         self.counts = False
+        self._waits.clear()
 
     def mark(self, moment: int) -> None:
         """Note that `moment` has come, unless it had already or its span was never opened."""
@@ -53,7 +57,26 @@ class _Lap:
         if not self._passed[_GRADIENT] or not self._reached():
             return None
         load_s = self._between(_DRAWN, _LOADED) if self._passed[_LOADED] else 0.0
-        return load_s + self._between(_FORWARD, _GRADIENT)
+        waited_s = sum(self._span(began, ended) for began, ended in self._waits)
+        return load_s + self._between(_FORWARD, _GRADIENT) - waited_s
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave out what happens in here, if it lies between forward and last gradient."""
+        if not self._passed[_FORWARD] or self._passed[_GRADIENT]:
+            yield
+            return
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._waits.append((began, self._now()))
+
+    def _now(self) -> Any:
+        return self._clock()
+
+    def _span(self, began: Any, ended: Any) -> float:
+        return float(ended - began)
 
     def _note(self, moment: int) -> None:
         self._at[moment] = self._clock()
@@ -80,6 +103,14 @@ class _CudaLap(_Lap):
 
     def _note(self, moment: int) -> None:
         self._events[moment].record(torch.cuda.current_stream(self._device))
+
+    def _now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _span(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended)) / 1000
 
     def _reached(self) -> bool:
         return bool(self._events[_GRADIENT].query())  # type: ignore[no-untyped-call]
@@ -141,6 +172,10 @@ class StepTimer:
     def forward_started(self) -> None:
         """The forward pass begins; where there are several in a batch the first counts."""
         self._lap.mark(_FORWARD)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around an exchange with other ranks inside of `training_step`, such as `self.log(sync_dist=True)`."""
+        return self._lap.waiting()
 
     def last_gradient(self) -> None:
         """The last gradient of this rank is there, and the wait for the other ranks begins."""

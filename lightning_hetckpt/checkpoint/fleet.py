@@ -117,6 +117,10 @@ def agree(
     if leads:
         try:
             found = find(home, dirs, auto)
+            for folder in found.folders:
+                # Else every single save would fail, and training go on without any.
+                if folder:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
             mine = HostFolders(found, measure(found, home, direct))
         except (HetckptError, OSError) as failure:
             error = f"rank {channel.rank}: {failure}"

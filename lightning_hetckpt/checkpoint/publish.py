@@ -172,15 +172,16 @@ def newest_whole(folder: Path, verify_hashes: bool, log: Callable[[str], None]) 
     return None
 
 
-def sweep(folder: Path, drives: Sequence[Path], run: str) -> list[Path]:
+def sweep(folder: Path, drives: Sequence[Path], run: str, spare: str = "") -> list[Path]:
     """Remove what saves into `folder` left behind that never committed; returns what was removed.
 
-    For start-up, before the first save: a save that is under way looks just like one that was killed.
+    For start-up, before the first save: a save that is under way looks just like one that was killed, unless its
+    id is `spare`.
     """
     committed = {info.snapshot_id for info in scan(folder)}
     removed = []
     for child in _children(folder):
-        if child.name.startswith(HIDDEN_PREFIX):
+        if child.name.startswith(HIDDEN_PREFIX) and not (spare and spare in child.name):
             with _only_warn(child):
                 remove_tree(child)
                 removed.append(child)

@@ -84,7 +84,7 @@ class Snapshotter:
         self._pool = StagingPool(buffer_bytes, self.channel.size)
         self._saves: list[Snapshot] = []  # whose outcome is not known yet
         self._failures: dict[Snapshot, BaseException] = {}  # that nobody has been told
-        self._swept = False
+        self._swept: set[Path] = set()
         self._closed = False
         self._guard = StepGuard()
         self._writers: dict[str, StripeWriter] = {}  # by physical drive
@@ -123,6 +123,8 @@ class Snapshotter:
         shared = self._layouts.shared(live, hosts, found.likeness)
         extra = self._layouts.owned(owned, found.likeness)
         serial, snapshot_id = crew.next_save()
+        if crew.rank == 0 and path.parent not in self._swept:
+            self._sweep(path.parent, crew.run, spare=snapshot_id)
         build = build_folder(path, snapshot_id)
         places = {
             folder: build if folder is None else drive_folder(folder, crew.run, snapshot_id)
@@ -223,6 +225,13 @@ class Snapshotter:
         if first is not None:
             raise first
 
+    def abandon(self, patience_s: float) -> None:
+        """Give up saves with other ranks that are not done by then; saves alone still work."""
+        pending = [save.outcome for save in self._saves]
+        if futures.wait(pending, patience_s).not_done:
+            for crew, _ in self._crews.values():
+                crew.exchange.cancel()
+
     def close(self, patience_s: float | None = None) -> None:
         """Finish everything and end the threads. May be called twice; `raise_failures` still tells what failed.
 
@@ -269,14 +278,14 @@ class Snapshotter:
             self._crews[alone] = crew, fleet
         return self._crews[alone]
 
-    def _sweep(self, folder: Path, run: str) -> None:
-        # Once, and before anything is written: a save under way looks like one that was killed.
-        if not self._swept and not self._saves:
-            drives = [Path(one) for one in find(folder, self._drives, self._auto).folders if one]
-            removed = sweep(folder, drives, run)
-            if removed:
-                _log.info("%s: removed %d folders of saves that were never finished", folder, len(removed))
-        self._swept = True
+    def _sweep(self, folder: Path, run: str, spare: str = "") -> None:
+        # Before the first save into a folder: a save under way looks like one that was killed. Where it is not the
+        # first save at all, other ranks may have begun with this one, which is to be spared.
+        drives = [] if spare else [Path(one) for one in find(folder, self._drives, self._auto).folders if one]
+        removed = sweep(folder, drives, run, spare)
+        if removed:
+            _log.info("%s: removed %d folders of saves that were never finished", folder, len(removed))
+        self._swept.add(folder)
 
     def _pours(
         self,

@@ -272,3 +272,22 @@ def test_on_a_real_gpu_more_work_takes_more_seconds() -> None:
         assert window is not None
         seconds.append(window.compute_s)
     assert 0 < seconds[0] < seconds[1]
+
+
+def test_an_exchange_in_the_middle_of_a_step_is_no_work(rank: Rank) -> None:
+    warm(rank)
+    for _ in range(4):
+        rank.timer.batch_started(8)
+        with rank.timer.waiting():  # before the forward pass nothing counts anyway
+            rank.clock.advance(7.0)
+        rank.timer.forward_started()
+        rank.clock.advance(1.0)
+        for _ in range(2):
+            with rank.timer.waiting():
+                rank.clock.advance(100.0)
+        rank.clock.advance(2.0)
+        rank.timer.last_gradient()
+        with rank.timer.waiting():
+            rank.clock.advance(50.0)
+        rank.timer.backward_ended()
+    assert rank.timer.window() == WindowStats(samples=8, compute_s=3.0, count=4, spread_s=0.0)
