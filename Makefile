@@ -24,6 +24,7 @@ nightly: lint  ## Everything in `test`, and the tests that take minutes.
 
 bench: $(STAMP)  ## The figures of benchmarks/RESULTS.md.
 	$(BIN)/python -m benchmarks.write --json $(BENCH_DIR)/write.json
+	$(BIN)/python -m benchmarks.overlap --json $(BENCH_DIR)/overlap.json
 	$(BIN)/python -m benchmarks.balance --json $(BENCH_DIR)/balance.json
 
 lint: $(STAMP)
