@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_hetckpt import HeteroDDP, SnapshotCallback, StripedAsyncCheckpointIO
@@ -242,3 +242,28 @@ def test_a_save_right_before_the_optimizer_is_whole(tmp_path: Path, monkeypatch:
     for step, expected in late.truth.items():
         saved = StripedAsyncCheckpointIO().load_checkpoint(tmp_path / f"late-{step}.ckpt")
         assert_same(saved["state_dict"], expected, f"step {step}")
+
+
+def test_saves_of_model_checkpoint_overlap_and_are_fenced_by_the_strategy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies()
+    every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = toy.trainer(
+        tmp_path,
+        HeteroDDP(),
+        1,
+        max_steps=4,
+        enable_checkpointing=True,
+        callbacks=[copies, every],
+        plugins=[StripedAsyncCheckpointIO(snapshots=False)],
+    )
+    slow = staging._drain  # the step would surely overtake the copy
+    monkeypatch.setattr(staging, "_drain", lambda *job: (time.sleep(0.2), slow(*job)))
+    trainer.fit(Wide(), toy.loader(36, 4))
+
+    assert len(copies.at) == 4
+    for step, expected in copies.at.items():
+        saved = StripedAsyncCheckpointIO().load_checkpoint(tmp_path / "every" / f"step={step}.ckpt")
+        assert_same(saved["state_dict"], expected["state_dict"], f"step {step}")
+        assert_same(saved["optimizer_states"], expected["optimizer_states"], f"step {step}")
