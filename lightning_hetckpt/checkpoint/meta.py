@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,21 @@ def pack_places(flat: FlatState) -> bytes:
     )
 
 
-def pack_meta(flat: FlatState, places: bytes | None = None) -> bytes:
+def pack_part(skeleton: Any) -> bytes:
+    """A part of the skeleton that `pack_meta` takes as it is; made once where it stays the same."""
+    return _saved({"part": skeleton})
+
+
+def pack_meta(
+    flat: FlatState, places: bytes | None = None, parts: Sequence[tuple[Place, bytes]] = ()
+) -> bytes:
     """The bytes of meta.pt: the skeleton, and where each tensor belongs.
 
     `torch.load(..., weights_only=True)` reads them unless the user put own objects in.
 
     Args:
         places: what `pack_places` gave for `flat`, or for a state that differs in values only.
+        parts: where the skeleton has None instead of a part, and what `pack_part` made of it.
 
     Raises:
         CheckpointError: something in the checkpoint cannot be pickled.
@@ -49,6 +57,8 @@ def pack_meta(flat: FlatState, places: bytes | None = None) -> bytes:
     skeleton = copy.copy(flat.skeleton)
     # In bytes of their own: they are most of the work, and the same for every snapshot of a run.
     about: dict[str, Any] = {"places": pack_places(flat) if places is None else places}
+    if parts:
+        about["parts"] = [[path, part] for path, part in parts]
     if KEY in skeleton:
         about["user"] = skeleton[KEY]
     skeleton[KEY] = about
@@ -93,6 +103,8 @@ def unpack_meta(
     try:
         user = skeleton[KEY]
         about = torch.load(io.BytesIO(user["places"]), weights_only=weights_only is not False)
+        for path, part in user.get("parts", ()):
+            _put(skeleton, path, torch.load(io.BytesIO(part), weights_only=weights_only is not False)["part"])
         places = {tuple(path): name for path, name in about["tensors"]}
         ready = {
             name: _relocated(
@@ -112,6 +124,15 @@ def unpack_meta(
         del skeleton[KEY]
     tree: dict[Any, Any] = _put_back(skeleton, places, ready)
     return tree
+
+
+def _put(skeleton: Any, path: Sequence[Hashable], part: Any) -> None:
+    *way, last = path
+    for key in way:
+        skeleton = skeleton[key]
+    if skeleton[last] is not None:
+        raise ValueError(f"a part for {tuple(path)}, where something is already")
+    skeleton[last] = part
 
 
 def _put_back(skeleton: Any, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> Any:

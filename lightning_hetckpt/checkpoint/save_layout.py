@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_hetckpt.checkpoint.chunk_plan import SMALL_BYTES, ChunkPlan, plan_chunks
 from lightning_hetckpt.checkpoint.drive_shares import HostDrives, drive_weights
+from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES
 from lightning_hetckpt.checkpoint.manifest import TensorEntry
 from lightning_hetckpt.checkpoint.shard_plan import (
     StripePlan,
@@ -32,14 +34,28 @@ class SaveLayout:
     fingerprint: str
     headers: dict[str, bytes]  # by file; `stamp_header` puts a snapshot's id in
     entries: dict[str, TensorEntry]  # for the manifest
+    _chunks: dict[str, tuple[ChunkPlan, ...]] = field(default_factory=dict)
+
+    def chunks(self, stripe: StripePlan) -> tuple[ChunkPlan, ...]:
+        """How the buffers of one stripe are filled; worked out for those that are asked for, once."""
+        if stripe.file not in self._chunks:
+            self._chunks[stripe.file] = plan_chunks(stripe, len(self.headers[stripe.file]), CHUNK_BYTES)
+        return self._chunks[stripe.file]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    likeness: object
+    shapes: _Shapes
+    hosts: tuple[HostDrives, ...]
+    layout: SaveLayout
 
 
 class LayoutBook:
     """The newest layout of each kind of save."""
 
     def __init__(self) -> None:
-        self._known: dict[int | None, tuple[_Shapes, tuple[HostDrives, ...], SaveLayout]] = {}
-        self._likeness: dict[int | None, object] = {}
+        self._known: dict[int | None, _Known] = {}  # by the number of ranks; None is what rank 0 writes alone
 
     def shared(
         self, tensors: Mapping[str, Tensor], hosts: Sequence[HostDrives], likeness: object = None
@@ -72,15 +88,17 @@ class LayoutBook:
         likeness: object,
     ) -> SaveLayout:
         known = self._known.get(kind)
-        is_like = likeness is not None and self._likeness.get(kind) is likeness
-        if known is not None and is_like and known[1] == hosts:
-            return known[2]
-        self._likeness[kind] = likeness
+        if known is not None and known.hosts == hosts and likeness is not None and known.likeness is likeness:
+            return known.layout
         shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-        if known is None or known[1] != hosts or known[0] != shapes:
-            specs = [spec(name, tensor) for name, tensor in tensors.items()]
-            known = self._known[kind] = shapes, hosts, _derive(specs, *plan(specs))
-        return known[2]
+        if known is not None and known.hosts == hosts and known.shapes == shapes:
+            layout = known.layout
+        else:
+            # Small ones side by side: a GPU gives away a run of them in one copy.
+            specs = sorted((spec(*one) for one in tensors.items()), key=lambda one: one.nbytes > SMALL_BYTES)
+            layout = _derive(specs, *plan(specs))
+        self._known[kind] = _Known(likeness, shapes, hosts, layout)
+        return layout
 
 
 def _derive(specs: list[TensorSpec], stripes: tuple[StripePlan, ...], mark: str) -> SaveLayout:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,8 @@ from lightning_hetckpt.checkpoint.layout import (
     padded,
 )
 from lightning_hetckpt.checkpoint.ledger import Record
-from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.manifest import FileEntry, TensorEntry
+from lightning_hetckpt.checkpoint.meta import pack_meta
 from lightning_hetckpt.checkpoint.publish import sweep
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
@@ -90,6 +92,7 @@ class Snapshotter:
         self._writers: dict[str, StripeWriter] = {}  # by physical drive
         self._surveyor = Surveyor()
         self._layouts = LayoutBook()
+        self._merged: tuple[SaveLayout, SaveLayout, dict[str, TensorEntry]] | None = None
         self._stager = Stager()
         self._committer = Committer(self._failures.__setitem__)
 
@@ -139,7 +142,7 @@ class Snapshotter:
             crew.size,
             _whole_number(checkpoint.get("global_step")),
             _whole_number(checkpoint.get("epoch")),
-            {**shared.entries, **extra.entries},
+            self._entries(shared, extra),
             found.flat.aliases,
             {
                 stripe.file: places[fleet.folders[stripe.rank][stripe.drive]]
@@ -155,25 +158,24 @@ class Snapshotter:
         snapshot = Snapshot(path, live, self._told, noted)
         self._saves = [*earlier, snapshot]
         if not alone:
-            self._guard.watch(snapshot, live.values())
+            self._guard.watch(snapshot, found.addresses)
         files: list[Future[FileEntry]] = []
         try:
-            build.mkdir(parents=True, exist_ok=True)  # another rank may be faster
-            for folder in folders:
-                _open_drive(folder, snapshot_id, path)
             pool = self._pool.ready(
                 sum(padded(one.nbytes, CHUNK_BYTES) for one in (*lazy, *now)), lambda: _await(earlier)
             )
             files += pour(now, pool)
             if crew.rank == 0:
-                files.append(self._write(fleet, build / META_NAME, self._surveyor.meta(found)))
+                files.append(
+                    self._write(fleet, build / META_NAME, pack_meta(found.flat, found.places, found.parts))
+                )
         except BaseException as error:
             futures.wait(files)
             snapshot.failed(error)
             if not isinstance(error, Exception):  # a signal is for the caller, too
                 raise
         else:
-            self._stager.drain(snapshot, lazy, pool, files)
+            self._stager.drain(snapshot, lazy, pool, files, found.devices)
         finally:
             noted.mark("begin_ms")
             # Also of a save that failed here: the other ranks wait for a word about it.
@@ -298,15 +300,24 @@ class Snapshotter:
         return [
             Pour(
                 stripe,
+                layout.chunks(stripe),
                 stamp_header(layout.headers[stripe.file], record.snapshot_id),
                 tensors,
                 self._writer(fleet.found.disks[stripe.drive]),
                 record.stripes[stripe.file] / stripe.file,
                 self._direct is not False,
                 self._checksum,
+                partial(_make_folder, record.stripes[stripe.file], record),
             )
             for stripe in stripes
         ]
+
+    def _entries(self, shared: SaveLayout, extra: SaveLayout) -> dict[str, TensorEntry]:
+        """Of both layouts; the same dictionary as long as they are the same."""
+        known = self._merged
+        if known is None or known[0] is not shared or known[1] is not extra:
+            known = self._merged = shared, extra, {**shared.entries, **extra.entries}
+        return known[2]
 
     def _writer(self, disk: str) -> StripeWriter:
         if disk not in self._writers:
@@ -316,7 +327,9 @@ class Snapshotter:
     def _write(self, fleet: Fleet, path: Path, data: bytes) -> Future[FileEntry]:
         """Write a small file of the checkpoint itself, through the page cache."""
         writer = self._writer(fleet.found.home_disk)
-        file = writer.open(path, len(data), direct=False, checksum=self._checksum)
+        file = writer.open(
+            path, len(data), False, self._checksum, partial(path.parent.mkdir, parents=True, exist_ok=True)
+        )
         blocks = memoryview(bytearray(data.ljust(padded(len(data)), b"\0")))
         for offset in range(0, len(data), CHUNK_BYTES):
             used_bytes = min(CHUNK_BYTES, len(data) - offset)
@@ -327,11 +340,12 @@ class Snapshotter:
         self._failures.pop(save, None)
 
 
-def _open_drive(folder: Path, snapshot_id: str, path: Path) -> None:
-    """Make the drive's folder of one snapshot and mark it; the commit thread makes its name durable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PARTIAL_NAME).touch()
-    write_owner(folder, snapshot_id, path)
+def _make_folder(folder: Path, record: Record) -> None:
+    """Make a folder of stripes; one on a drive is marked, and the commit thread makes its name durable."""
+    folder.mkdir(parents=True, exist_ok=True)  # another rank may be faster, or an earlier stripe
+    if folder != record.build:
+        (folder / PARTIAL_NAME).touch()
+        write_owner(folder, record.snapshot_id, record.path)
 
 
 def _await(saves: Iterable[Snapshot]) -> None:

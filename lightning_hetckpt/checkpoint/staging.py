@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import heapq
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import add, attrgetter
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_hetckpt.checkpoint.buffer_pool import BufferPool
+from lightning_hetckpt.checkpoint.chunk_plan import ChunkPlan, Cuts
 from lightning_hetckpt.checkpoint.manifest import FileEntry
-from lightning_hetckpt.checkpoint.shard_plan import Piece, StripePlan
+from lightning_hetckpt.checkpoint.shard_plan import StripePlan
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.checkpoint.state_tree import as_bytes
-from lightning_hetckpt.checkpoint.stripe_writer import StripeFile, StripeWriter
+from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
+
+# The same function of the C library. Small pieces keep the interpreter's lock, since giving it up and asking for it
+# again takes longer than they do; while large ones are copied, training goes on.
+_SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_small = ctypes.PYFUNCTYPE(None, *_SIGNATURE)(("memmove", ctypes.PyDLL(None)))
+_copy_large = ctypes.CFUNCTYPE(None, *_SIGNATURE)(("memmove", ctypes.CDLL(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +39,14 @@ class Pour:
     """One stripe to be written: what it holds, out of which tensors, and where it goes."""
 
     stripe: StripePlan
+    chunks: Sequence[ChunkPlan]  # of `stripe` behind `header`
     header: bytes
     tensors: Mapping[str, Tensor]
     writer: StripeWriter
     path: Path
     direct: bool
     checksum: bool
+    prepare: Callable[[], None] | None = None  # makes the folder, in the drive's thread
 
     @property
     def nbytes(self) -> int:
@@ -67,83 +80,114 @@ def pour(pours: Sequence[Pour], pool: BufferPool) -> list[Future[FileEntry]]:
 
 def _chunks(one: Pour, pool: BufferPool) -> Generator[float, None, Future[FileEntry]]:
     """Hands over one chunk per turn and yields the share of the file that is done."""
-    file = one.writer.open(one.path, one.nbytes, one.direct, one.checksum)
-    chunk: _Chunk | None = None
-    offset = 0
+    file = one.writer.open(one.path, one.nbytes, one.direct, one.checksum, one.prepare)
     try:
-        for part in _parts(one):
-            while part.numel():
-                chunk = chunk or _Chunk(pool)
-                part = part[chunk.take(part) :]
-                if chunk.full:
-                    offset, chunk = chunk.hand_over(one.writer, file, offset), None
-                    yield offset / one.nbytes
-        if chunk is not None:
-            offset, chunk = chunk.hand_over(one.writer, file, offset), None
+        sources = _Sources([one.tensors[piece.name] for piece in one.stripe.pieces])
+        for chunk in one.chunks:
+            view = pool.acquire()
+            give_back = _GiveBack(pool, view)
+            try:
+                header = one.header[chunk.offset : chunk.offset + chunk.header_bytes]
+                view[: len(header)] = header
+                ready = sources.fill(view, chunk)
+                one.writer.put(file, chunk.offset, view, chunk.nbytes, ready, give_back)
+            except BaseException:
+                give_back()
+                raise
+            yield (chunk.offset + chunk.nbytes) / one.nbytes
     finally:
-        if chunk is not None:
-            chunk.give_back()
         durable = one.writer.close(file)  # fewer bytes than promised are an error of its own
     return durable
 
 
-class _Chunk:
-    """A buffer of the pool while it fills."""
+@dataclass(frozen=True, slots=True)
+class _GiveBack:
+    pool: BufferPool
+    view: memoryview
 
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-        self._view = pool.acquire()
-        self._used_bytes = 0
-        self._devices: set[torch.device] = set()  # that copy into it
+    def __call__(self) -> None:
+        self.pool.release(self.view)
 
-    @property
-    def full(self) -> bool:
-        """Whether nothing more fits in."""
-        return self._used_bytes == len(self._view)
 
-    def take(self, part: Tensor) -> int:
-        """Copy as much of `part` as fits, and tell how much."""
-        count = min(part.numel(), len(self._view) - self._used_bytes)
-        target = self._view[self._used_bytes : self._used_bytes + count]
-        if part.is_cuda:
-            # Without a host wait where the pool is pinned; the writer waits instead.
-            torch.frombuffer(target, dtype=torch.uint8).copy_(part[:count], non_blocking=True)
-            self._devices.add(part.device)
-        else:
-            np.copyto(np.frombuffer(target, np.uint8), part[:count].numpy())  # in one thread, without the GIL
-        self._used_bytes += count
-        return count
+class _Sources:
+    """The tensors of a stripe's pieces as memory to copy from."""
 
-    def hand_over(self, writer: StripeWriter, file: StripeFile, offset: int) -> int:
-        """Let `writer` write it at `offset` and then return it; tells where the next chunk starts."""
-        copies = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._is_plain = all(map(_is_cpu, tensors)) and all(map(Tensor.is_contiguous, tensors))
+        self._addresses = list(map(Tensor.data_ptr, tensors)) if self._is_plain else []
+
+    def fill(self, view: memoryview, chunk: ChunkPlan) -> Callable[[], None] | None:
+        """Copy what `chunk` holds of them; what is returned comes back when GPUs have done their part."""
+        target = np.frombuffer(view, np.uint8)
+        if not self._is_plain:
+            return self._fill_from_anywhere(target, chunk)
+        base = int(target.ctypes.data)
+        for cuts, copy in ((chunk.small, _copy_small), (chunk.large, _copy_large)):
+            targets = map(base.__add__, cuts.ats)
+            sources = map(add, map(self._addresses.__getitem__, cuts.pieces), cuts.starts)
+            deque(map(copy, targets, sources, cuts.sizes), maxlen=0)
+        return None
+
+    def _fill_from_anywhere(self, target: Any, chunk: ChunkPlan) -> Callable[[], None] | None:
+        devices: set[torch.device] = set()
+        for at, part in (*self._runs(chunk.small), *self._parts(chunk.large)):
+            place = target[at : at + len(part)]
+            if part.is_cuda:
+                # Without a host wait where the pool is pinned; the writer waits instead.
+                torch.from_numpy(place).copy_(part, non_blocking=True)
+                devices.add(part.device)
+            else:
+                np.copyto(place, part.numpy())  # in one thread, without the GIL
+        if not devices:
+            return None
+        copies = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def ready() -> None:
             for copied in copies:
                 copied.synchronize()
 
-        writer.put(file, offset, self._view, self._used_bytes, ready if copies else None, self.give_back)
-        return offset + self._used_bytes
+        return ready
 
-    def give_back(self) -> None:
-        """Return the buffer to the pool."""
-        self._pool.release(self._view)
+    def _runs(self, cuts: Cuts) -> Iterator[tuple[int, Tensor]]:
+        """As `_parts`, but neighbours of one dtype on one GPU come as one: each copy from there costs microseconds."""
+        run: list[Tensor] = []
+        began = ended = 0
+        for number, start, at, nbytes in zip(cuts.pieces, cuts.starts, cuts.ats, cuts.sizes, strict=True):
+            tensor = self._tensors[number]
+            joins = tensor.is_cuda and nbytes == tensor.nbytes
+            if run and not (
+                joins and at == ended and (tensor.dtype, tensor.device) == (run[0].dtype, run[0].device)
+            ):
+                yield began, as_bytes(torch.cat(run))
+                run = []
+            if joins:
+                began = began if run else at
+                run.append(tensor.reshape(-1))
+                ended = at + nbytes
+            else:
+                yield at, _bytes_of(tensor, start, nbytes)
+        if run:
+            yield began, as_bytes(torch.cat(run))
+
+    def _parts(self, cuts: Cuts) -> Iterator[tuple[int, Tensor]]:
+        """(first byte in the buffer, vector of uint8 on whatever device it lies) of each cut."""
+        for number, start, at, nbytes in zip(cuts.pieces, cuts.starts, cuts.ats, cuts.sizes, strict=True):
+            yield at, _bytes_of(self._tensors[number], start, nbytes)
 
 
-def _parts(one: Pour) -> Iterator[Tensor]:
-    """The file's bytes from first to last, as vectors of uint8 on whatever device they lie."""
-    yield torch.frombuffer(bytearray(one.header), dtype=torch.uint8)
-    for piece in one.stripe.pieces:
-        if piece.nbytes:
-            yield _rows(one.tensors[piece.name], piece)
+_is_cpu = attrgetter("is_cpu")
 
 
-def _rows(tensor: Tensor, piece: Piece) -> Tensor:
+def _bytes_of(tensor: Tensor, start: int, nbytes: int) -> Tensor:
+    """Bytes of `tensor` row by row, as a vector; of permuted rows only those that are asked for are copied."""
     if tensor.device.type not in ("cpu", "cuda"):
         tensor = tensor.cpu()
-    if tensor.dim() and piece.rows < len(tensor):
-        tensor = tensor[piece.row : piece.row + piece.rows]
-    return as_bytes(tensor.contiguous())  # a copy of the piece where its rows are permuted
+    if not tensor.is_contiguous():
+        row_bytes = tensor.nbytes // len(tensor)
+        first, last = start // row_bytes, -(-(start + nbytes) // row_bytes)
+        tensor, start = tensor[first:last].contiguous(), start - first * row_bytes
+    return as_bytes(tensor)[start : start + nbytes]
 
 
 class Stager:
@@ -160,14 +204,19 @@ class Stager:
         pours: Sequence[Pour],
         pool: BufferPool,
         also: Sequence[Future[FileEntry]] = (),
+        devices: Collection[torch.device] = (),
     ) -> None:
         """Begin to copy and tell `snapshot` how it goes; what is on a GPU is copied behind the work queued there.
 
         Args:
             also: further files of the snapshot that are under way.
+            devices: on which the tensors lie.
         """
-        devices = {t.device for one in pours for t in one.tensors.values() if t.is_cuda}
-        begun = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        begun = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in devices
+            if device.type == "cuda"
+        }
         self._jobs.put(_Job(snapshot, pours, pool, also, begun))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,12 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
     exactly: a subclass, sparse, quantized, requiring grad. A container that stands in two places stays one.
     Names are dotted paths, as `torch.distributed.checkpoint` makes them.
     """
-    skeleton, places, found = strip(tree, _fits_a_stripe)
+    found = strip(tree if type(tree) in _CONTAINERS else dict(tree), fits_a_stripe)
+    return name_tensors(found.tree, found.places, found.tensors)
+
+
+def name_tensors(skeleton: dict[Any, Any], places: list[Place], found: list[Tensor]) -> FlatState:
+    """Give each tensor its name, and those that are the same memory one between them."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     index: list[tuple[Place, str]] = []
@@ -79,17 +84,25 @@ def flatten(tree: Mapping[Any, Any]) -> FlatState:
     return FlatState(skeleton, tensors, aliases, index, memory)
 
 
-def strip(
-    tree: Mapping[Any, Any], fits: Callable[[Tensor], bool] | None = None
-) -> tuple[dict[Any, Any], list[Place], list[Tensor]]:
-    """A copy of the containers of `tree` with None for its tensors, the places of these, and the tensors.
+@dataclass(frozen=True, slots=True)
+class Stripped:
+    """A tree without its tensors, and these."""
+
+    tree: Any  # a copy of the containers, with None for each tensor
+    places: list[Place]
+    tensors: list[Tensor]
+    containers: Collection[int]  # ids of those that were met
+
+
+def strip(tree: Any, fits: Callable[[Tensor], bool] | None = None, at: Place = ()) -> Stripped:
+    """Take the tensors out of a copy of the containers of `tree`.
 
     Args:
         fits: which tensors are taken out; None is all but subclasses.
+        at: the place of `tree` itself in something larger.
     """
     walk = _Walk(fits)
-    root = tree if type(tree) in (dict, OrderedDict) else dict(tree)
-    return walk.copy(root, ()), walk.places, walk.tensors
+    return Stripped(walk.copy(tree, at), walk.places, walk.tensors, walk.copies)
 
 
 class _Walk:
@@ -99,7 +112,7 @@ class _Walk:
         self.places: list[Place] = []
         self.tensors: list[Tensor] = []
         self._fits = fits
-        self._copies: dict[int, Any] = {}
+        self.copies: dict[int, Any] = {}
 
     def copy(self, node: Any, path: Place) -> Any:
         kind = type(node)
@@ -109,7 +122,7 @@ class _Walk:
             return None
         if kind not in _CONTAINERS:
             return node
-        copies = self._copies
+        copies = self.copies
         if id(node) in copies:
             return copies[id(node)]
         if kind is tuple:
@@ -153,7 +166,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     )
 
 
-def _fits_a_stripe(tensor: Tensor) -> bool:
+def fits_a_stripe(tensor: Tensor) -> bool:
+    """Whether a stripe can bring `tensor` back exactly."""
     return (
         tensor.layout is torch.strided
         and (tensor.dtype in _CODE_OF or tensor.dtype in _COMPLEX_NAME)

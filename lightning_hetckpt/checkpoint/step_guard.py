@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -49,10 +49,10 @@ class StepGuard:
             register_optimizer_step_post_hook(self._after_step),
         )
 
-    def watch(self, reader: Reader, tensors: Iterable[Tensor]) -> None:
-        """Guard `tensors` until `reader` is fenced."""
+    def watch(self, reader: Reader, addresses: frozenset[int]) -> None:
+        """Guard the tensors at `addresses` until `reader` is fenced."""
         self._watched = [watched for watched in self._watched if not watched[0].fenced]
-        self._watched.append((reader, frozenset(map(Tensor.data_ptr, tensors))))
+        self._watched.append((reader, addresses))
 
     def close(self) -> None:
         """Stop watching. May be called twice."""
@@ -93,11 +93,12 @@ class Versions:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # Inference tensors keep no count.
-        if any(map(Tensor.is_inference, tensors.values())):
-            tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
         self._tensors = tensors
-        self._seen = list(map(_version, tensors.values()))
+        try:
+            self._seen = list(map(_version, tensors.values()))
+        except RuntimeError:  # inference tensors keep no count
+            self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+            self._seen = list(map(_version, self._tensors.values()))
 
     def moved(self) -> list[str]:
         """The names of the tensors that were changed in place since."""

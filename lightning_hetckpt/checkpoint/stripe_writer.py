@@ -83,11 +83,22 @@ class StripeWriter:
         self._thread = threading.Thread(target=self._run, name=f"hetckpt-write-{name}", daemon=True)
         self._thread.start()
 
-    def open(self, path: Path, nbytes: int, direct: bool, checksum: bool) -> StripeFile:
-        """Begin a file of exactly `nbytes` bytes; its folder exists when the thread comes to it."""
+    def open(
+        self,
+        path: Path,
+        nbytes: int,
+        direct: bool,
+        checksum: bool,
+        prepare: Callable[[], None] | None = None,
+    ) -> StripeFile:
+        """Begin a file of exactly `nbytes` bytes.
+
+        Args:
+            prepare: called first, in the drive's thread; its folder exists afterwards.
+        """
         stripe = StripeFile(path, nbytes, direct, checksum)
         stripe.durable.set_running_or_notify_cancel()  # a cancelled future would take no result
-        self._submit(partial(self._open, stripe))
+        self._submit(partial(self._open, stripe, prepare))
         return stripe
 
     def put(
@@ -145,8 +156,10 @@ class StripeWriter:
         for stripe in self._open_files:
             stripe.give_up()
 
-    def _open(self, stripe: StripeFile) -> None:
+    def _open(self, stripe: StripeFile, prepare: Callable[[], None] | None) -> None:
         with stripe.keeping_errors():
+            if prepare is not None:
+                prepare()
             refused = stripe.path.parent.stat().st_dev in self._refusing_devices
             stripe.file = DirectFile(stripe.path, stripe.nbytes, stripe.direct and not refused)
             self._open_files.add(stripe)

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from lightning_hetckpt.channel import GroupChannel
-from lightning_hetckpt.checkpoint import restore, snapshotter, survey, verify
+from lightning_hetckpt.checkpoint import restore, snapshotter, verify
 from lightning_hetckpt.checkpoint.folders import run_of
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES
 from lightning_hetckpt.checkpoint.publish import scan
@@ -279,7 +279,7 @@ def test_an_interrupt_inside_begin_leaves_nothing_that_waits(
     def interrupted(*_: Any) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(survey, "pack_meta", interrupted)
+    monkeypatch.setattr(snapshotter, "pack_meta", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.begin({"t": torch.ones(2)}, tmp_path / "a.ckpt")
     with pytest.raises(CommitError, match="KeyboardInterrupt"):

@@ -59,7 +59,14 @@ def pours(
     layout = LayoutBook().shared(tensors, [host])
     return [
         Pour(
-            s, layout.headers[s.file], tensors, writers[s.drive], folder / s.file, direct=True, checksum=True
+            s,
+            layout.chunks(s),
+            layout.headers[s.file],
+            tensors,
+            writers[s.drive],
+            folder / s.file,
+            direct=True,
+            checksum=True,
         )
         for s in layout.stripes
     ]

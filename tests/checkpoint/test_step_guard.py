@@ -62,7 +62,7 @@ def make(kind: str = "SGD") -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_step_without_closure_waits_until_nothing_reads_the_weights(guard: StepGuard, kind: str) -> None:
     model, optimizer = make(kind)
     reader, before = Reader(model), [parameter.detach().clone() for parameter in model.parameters()]
-    guard.watch(reader, model.parameters())
+    guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
 
     optimizer.step()
 
@@ -76,7 +76,7 @@ def test_a_step_without_closure_waits_until_nothing_reads_the_weights(guard: Ste
 def test_a_step_with_a_closure_that_nobody_fenced_tears_the_snapshot(guard: StepGuard, kind: str) -> None:
     model, optimizer = make(kind)
     reader = Reader(model)
-    guard.watch(reader, model.parameters())
+    guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
 
     optimizer.step(lambda: torch.tensor(1.0))
 
@@ -89,7 +89,7 @@ def test_a_step_with_a_closure_that_nobody_fenced_tears_the_snapshot(guard: Step
 def test_a_fence_at_the_end_of_the_closure_keeps_the_snapshot(guard: StepGuard, kind: str) -> None:
     model, optimizer = make(kind)
     reader = Reader(model)
-    guard.watch(reader, model.parameters())
+    guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
 
     def closure() -> torch.Tensor:
         reader.settle()
@@ -104,7 +104,7 @@ def test_an_optimizer_of_other_weights_does_not_count(guard: StepGuard) -> None:
     model, _ = make()
     _, stranger = make()
     reader = Reader(model)
-    guard.watch(reader, model.parameters())
+    guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
 
     stranger.step()
     stranger.step(lambda: None)
@@ -116,7 +116,7 @@ def test_an_optimizer_of_other_weights_does_not_count(guard: StepGuard) -> None:
 def test_a_snapshot_watches_the_weights_through_the_copies_of_a_state_dict(guard: StepGuard) -> None:
     model, optimizer = make()
     reader = Reader(model)
-    guard.watch(reader, model.state_dict().values())
+    guard.watch(reader, frozenset(t.data_ptr() for t in model.state_dict().values()))
 
     optimizer.step()
 
@@ -127,7 +127,7 @@ def test_every_snapshot_under_way_is_guarded(guard: StepGuard) -> None:
     model, optimizer = make()
     readers = [Reader(model), Reader(model)]
     for reader in readers:
-        guard.watch(reader, model.parameters())
+        guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
 
     optimizer.step()
 
@@ -138,7 +138,7 @@ def test_a_closed_guard_leaves_no_hook_behind() -> None:
     model, optimizer = make()
     reader = Reader(model)
     guard = StepGuard()
-    guard.watch(reader, model.parameters())
+    guard.watch(reader, frozenset(p.data_ptr() for p in model.parameters()))
     guard.close()
     guard.close()
 
