@@ -19,16 +19,17 @@ from lightning_hetckpt.checkpoint.direct_io import supports_direct
 from lightning_hetckpt.checkpoint.drives import find
 from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.fleet import Fleet, agree
-from lightning_hetckpt.checkpoint.folders import write_owner
+from lightning_hetckpt.checkpoint.folders import open_drive_folder
 from lightning_hetckpt.checkpoint.layout import (
     CHUNK_BYTES,
     META_NAME,
-    PARTIAL_NAME,
     build_folder,
     drive_folder,
+    drive_of,
     padded,
 )
 from lightning_hetckpt.checkpoint.ledger import Record
+from lightning_hetckpt.checkpoint.lending import Lender, Standing
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.publish import sweep
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
@@ -91,7 +92,8 @@ class Snapshotter:
         self._surveyor = Surveyor()
         self._layouts = LayoutBook()
         self._stager = Stager()
-        self._committer = Committer(self._failures.__setitem__)
+        self._lender = Lender()
+        self._committer = Committer(self._failures.__setitem__, reuse=checksum)
 
     def begin(
         self,
@@ -151,6 +153,11 @@ class Snapshotter:
         lazy = self._pours(fleet, record, shared, mine, live)
         now = self._pours(fleet, record, extra, extra.stripes, owned)
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
+        standing = Standing.at(
+            checkpoint.get("global_step"), self._guard.moves, shared.fingerprint, list(live.values())
+        )
+        homes = [drive_of(one.path.parent) for one in lazy]
+        loan = self._lender.ask(standing, path, homes) if self._committer.makes_links else None
         earlier = [save for save in self._saves if not save.done()]
         snapshot = Snapshot(path, live, self._told, noted)
         self._saves = [*earlier, snapshot]
@@ -160,7 +167,7 @@ class Snapshotter:
         try:
             build.mkdir(parents=True, exist_ok=True)  # another rank may be faster
             for folder in folders:
-                _open_drive(folder, snapshot_id, path)
+                open_drive_folder(folder, snapshot_id, path)
             pool = self._pool.ready(
                 sum(padded(one.nbytes, CHUNK_BYTES) for one in (*lazy, *now)), lambda: _await(earlier)
             )
@@ -173,7 +180,8 @@ class Snapshotter:
             if not isinstance(error, Exception):  # a signal is for the caller, too
                 raise
         else:
-            self._stager.drain(snapshot, lazy, pool, files)
+            self._stager.drain(snapshot, lazy, pool, files, loan)
+            self._lender.note(standing, snapshot, snapshot_id, homes)
         finally:
             noted.mark("begin_ms")
             # Also of a save that failed here: the other ranks wait for a word about it.
@@ -184,6 +192,7 @@ class Snapshotter:
 
     def remove(self, path: Path) -> None:
         """Remove the checkpoint `path` behind every save begun so far; it stays if the last of them fails."""
+        self._lender.forget(_canonical(path))
         self._committer.remove(_canonical(path))
 
     def retire(self, folder: Path, keep_last: int, pattern: str = "step=*.ckpt") -> None:
@@ -325,13 +334,6 @@ class Snapshotter:
 
     def _told(self, save: Snapshot) -> None:
         self._failures.pop(save, None)
-
-
-def _open_drive(folder: Path, snapshot_id: str, path: Path) -> None:
-    """Make the drive's folder of one snapshot and mark it; the commit thread makes its name durable."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PARTIAL_NAME).touch()
-    write_owner(folder, snapshot_id, path)
 
 
 def _await(saves: Iterable[Snapshot]) -> None:

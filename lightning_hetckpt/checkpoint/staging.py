@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetckpt.checkpoint.buffer_pool import BufferPool
+from lightning_hetckpt.checkpoint.lending import Loan, sample
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.shard_plan import Piece, StripePlan
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
@@ -160,15 +161,18 @@ class Stager:
         pours: Sequence[Pour],
         pool: BufferPool,
         also: Sequence[Future[FileEntry]] = (),
+        loan: Loan | None = None,
     ) -> None:
         """Begin to copy and tell `snapshot` how it goes; what is on a GPU is copied behind the work queued there.
 
         Args:
             also: further files of the snapshot that are under way.
+            loan: of the save before, if nothing is known to have moved since: if nothing did, its stripes are shared
+                and nothing is copied.
         """
         devices = {t.device for one in pours for t in one.tensors.values() if t.is_cuda}
         begun = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._jobs.put(_Job(snapshot, pours, pool, also, begun))
+        self._jobs.put(_Job(snapshot, pours, pool, also, begun, loan))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. May be called twice."""
@@ -192,6 +196,7 @@ class _Job:
     pool: BufferPool
     also: Sequence[Future[FileEntry]]
     begun: Mapping[torch.device, torch.cuda.Event]
+    loan: Loan | None
 
 
 def _drain(job: _Job, streams: dict[torch.device, torch.cuda.Stream]) -> None:
@@ -200,7 +205,11 @@ def _drain(job: _Job, streams: dict[torch.device, torch.cuda.Stream]) -> None:
             side = streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
             side.wait_event(event)
             on_side_streams.enter_context(torch.cuda.stream(side))
-        files = pour(job.pours, job.pool)
+        job.snapshot.sample = sample(job.pours[0].tensors.values()) if job.pours else {}
+        if job.loan is not None and job.loan.stands(job.snapshot.sample):
+            job.snapshot.borrows_from, files = job.loan.snapshot_id, []
+        else:
+            files = pour(job.pours, job.pool)
         copies = {device: torch.cuda.current_stream(device).record_event() for device in job.begun}
     job.snapshot.issued([*job.also, *files], copies)
     # The job holds the tensors up to here: their memory must not be lent to others while it is read.
