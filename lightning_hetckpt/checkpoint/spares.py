@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +27,12 @@ _KEPT = 2
 
 
 class Spares:
-    """What this process has put aside. For the commit thread alone."""
+    """What this process has put aside, until its end at most. For the commit thread alone."""
 
     def __init__(self) -> None:
         self._folders: set[Path] = set()
+        # Who saves without a Trainer may never close anything, and should find no files of ours afterwards.
+        weakref.finalize(self, _remove, self._folders, os.getpid())
 
     def keep(self, stripe: Path) -> bool:
         """Put the file aside; False where it stays, because there are enough or somebody else has to do with it.
@@ -46,9 +49,14 @@ class Spares:
 
     def clear(self) -> None:
         """Remove all that nobody has taken."""
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._folders.clear()
+        _remove(self._folders, os.getpid())
+
+
+def _remove(folders: set[Path], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has a copy of the list; the files are its parent's
+    while folders:
+        shutil.rmtree(folders.pop(), ignore_errors=True)
 
 
 def take(path: Path) -> bool:

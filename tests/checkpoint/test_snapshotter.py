@@ -312,7 +312,7 @@ def test_saves_to_one_path_come_in_order(engine: Snapshotter, drives: Drives, tm
 
     assert not engine.pending(tmp_path / "last.ckpt")
     assert restore.load(tmp_path / "last.ckpt")["global_step"] == 2
-    engine.wait()
+    engine.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lightning_hetckpt_run", "last.ckpt"]
 
 

@@ -6,6 +6,8 @@ import contextlib
 import mmap
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,8 +48,8 @@ def inode(path: Path) -> int:
 
 def test_a_spare_becomes_the_next_file_of_its_name_and_is_taken_once(tmp_path: Path) -> None:
     old = a_stripe(tmp_path / "old")
-    number = inode(old)
-    assert Spares().keep(old)
+    number, kept = inode(old), Spares()
+    assert kept.keep(old)
     assert not old.exists()
     (tmp_path / "new").mkdir()
     assert not take(tmp_path / "new" / "other name")
@@ -110,8 +112,8 @@ def test_a_file_that_somebody_else_has_to_do_with_is_not_free(tmp_path: Path, us
 @pytest.mark.parametrize("use", [a_hard_link, a_reader, a_mapping])
 def test_a_spare_that_somebody_got_hold_of_is_left_to_him(tmp_path: Path, use: Callable) -> None:
     stripe = a_stripe(tmp_path / "old")
-    before = stripe.read_bytes()
-    assert Spares().keep(stripe)
+    before, kept = stripe.read_bytes(), Spares()
+    assert kept.keep(stripe)
     (spare,) = (tmp_path / SPARE_NAME).iterdir()
     (tmp_path / "new").mkdir()
     with use(spare):
@@ -213,8 +215,10 @@ def test_a_removal_that_keeps_stripes_killed_anywhere_leaves_the_others_whole_an
         for commit, name in enumerate("ab", 1):
             save(folder / "s" / f"{name}.ckpt", commit, drives_of(folder))
 
+    kept = Spares()
+
     def end(folder: Path) -> None:
-        remove_tree(folder / "s" / "a.ckpt", None, Spares())
+        remove_tree(folder / "s" / "a.ckpt", None, kept)
 
     for folder, _ in lives(tmp_path, start, end, monkeypatch):
         snapshots, drives = folder / "s", drives_of(folder)
@@ -347,11 +351,31 @@ def test_the_checkpoint_that_was_resumed_from_and_the_newest_one_are_never_writt
     verify(tmp_path / "step=2.ckpt")
 
 
+def test_spares_go_with_the_process_also_where_nobody_closes_anything(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib, os\n"
+        "from lightning_hetckpt.checkpoint.spares import Spares\n"
+        "kept = Spares()\n"
+        "assert kept.keep(pathlib.Path(sys.argv[1]))\n"
+        "if os.fork() == 0: sys.exit(0)\n"
+        "os.wait()\n"
+        "assert pathlib.Path(sys.argv[2]).exists()\n"
+    )
+    stripe = a_stripe(tmp_path / "old")
+    subprocess.run(
+        [sys.executable, "-c", script, str(stripe), str(tmp_path / SPARE_NAME)],
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert not (tmp_path / SPARE_NAME).exists()
+
+
 def test_what_a_killed_run_had_put_aside_goes_at_the_next_start(tmp_path: Path) -> None:
     drives = [tmp_path / "ssd"]
     folder = tmp_path / "s"
+    kept = Spares()
     for commit in (1, 2):
-        save(folder / "last.ckpt", commit, drives, spares=Spares())
+        save(folder / "last.ckpt", commit, drives, spares=kept)
     assert len(list(tmp_path.rglob(SPARE_NAME))) == 1
     with Snapshotter(drives) as engine:
         engine.begin(*_at(folder / "next.ckpt", *state(1))).wait()
