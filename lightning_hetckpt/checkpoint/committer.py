@@ -16,9 +16,10 @@ from lightning_hetckpt.checkpoint.crew import Crew
 from lightning_hetckpt.checkpoint.direct_io import fsync_folder
 from lightning_hetckpt.checkpoint.fleet import Fleet, Speeds
 from lightning_hetckpt.checkpoint.folders import remove_drive_folder, remove_tree
-from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME
+from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME, drive_of_stripe
 from lightning_hetckpt.checkpoint.ledger import Ledger, Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.sharing import share
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.errors import CheckpointError, CommitError, TornSnapshotError
 
@@ -53,13 +54,16 @@ class Committer:
 
     Args:
         failed: told about every save that came to nothing, before its `wait` raises.
+        reuse: let later saves write over the stripes of checkpoints that go.
     """
 
-    def __init__(self, failed: Callable[[Snapshot, BaseException], None]) -> None:
+    def __init__(self, failed: Callable[[Snapshot, BaseException], None], reuse: bool = True) -> None:
         self._failed = failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._last_save_failed = False
-        self._ledger = Ledger()
+        self._ledger = Ledger(reuse)
+        self._newest: tuple[Record, list[FileEntry]] | None = None  # and what this rank wrote of it
+        self.makes_links = True  # False once a file system has refused
         self._durable_folders: set[Path] = set()
         self._thread = threading.Thread(target=self._run, name="hetckpt-commit", daemon=True)
         self._thread.start()
@@ -108,6 +112,7 @@ class Committer:
             except Exception:  # noqa: BLE001 (whoever waits for what comes behind must not wait in vain)
                 _log.exception("the commit thread could not do what it was asked for")
             del task  # it holds a save while this thread waits for the next
+        self._ledger.close()
 
     def _remove(self, path: Path) -> None:
         if self._last_save_failed:
@@ -128,24 +133,42 @@ class Committer:
         else:
             self._failed(save.snapshot, error)
             save.snapshot.outcome.set_exception(error)
+        # Behind the answer to the other ranks and to whoever waits here: unlinking gigabytes takes its time.
+        self._ledger.clear_away()
 
     def _commit_or_raise(self, save: Save) -> None:
         own_error: BaseException | None = None
         files: list[FileEntry] = []
         try:
             files = save.snapshot.files()
+            files += self._borrowed(save)
             self._make_durable(save.drive_folders)
         except BaseException as raised:  # noqa: BLE001 (every rank must hear of it)
             own_error = raised
+        self._newest = None
         reason, torn = self._agree(save, files, own_error)
         if reason is not None:
             # Only on a clear no: where rank 0 could not be heard it may still publish this rank's stripes.
             _discard(save)
             kind = TornSnapshotError if torn else CommitError
             raise kind(f"{save.snapshot.path}: nothing was saved, {reason}") from own_error
+        self._newest = save.record, files
         for folder in save.drive_folders:  # where rank 0 could not see them
             with contextlib.suppress(OSError):  # the checkpoint stands; a sweep tries again
                 (folder / PARTIAL_NAME).unlink(missing_ok=True)
+
+    def _borrowed(self, save: Save) -> list[FileEntry]:
+        """The stripes that this rank's part shares with the save before, linked by now."""
+        lender_id = save.snapshot.borrows_from
+        if lender_id is None:
+            return []
+        if self._newest is None or self._newest[0].snapshot_id != lender_id:
+            raise CheckpointError("it was to share the stripes of the save before, and that one failed")
+        lender, entries = self._newest
+        stripes = [entry for entry in entries if drive_of_stripe(entry.name) is not None]
+        files, all_links = share(stripes, lender, save.record)
+        self.makes_links = self.makes_links and all_links
+        return files
 
     def _agree(
         self, save: Save, files: list[FileEntry], own_error: BaseException | None

@@ -18,6 +18,9 @@ from lightning_hetckpt.errors import CorruptCheckpointError, ShortWriteError
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on macOS: every file is buffered there
 
+_SYNC_START = 2  # SYNC_FILE_RANGE_WRITE
+_SYNC_AND_WAIT = 1 | 2 | 4  # wait for what is under way, write the rest, wait for that
+
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -25,22 +28,28 @@ _DIO_MEM_ALIGN_AT, _DIO_OFFSET_ALIGN_AT = 152, 156  # in struct statx
 
 
 class DirectFile:
-    """A new file of `nbytes` bytes, written in whole blocks and durable after `finish`.
+    """A file of `nbytes` bytes, written in whole blocks and durable after `finish`.
 
     Addresses, offsets and lengths of all writes are multiples of 4096, also where the file is
     buffered; the padding of the last block is cut off by `finish`. Not for use by two threads.
 
+    A buffered file leaves at most two writes dirty: each is sent to the drive at once, and awaited and
+    dropped from the page cache behind the next one.
+
     Args:
         direct: ask for O_DIRECT. Where the file system refuses, the file goes through the page
             cache instead and `direct` turns False.
+        reuse: write over the file that lies at `path`, of whatever length, in the space that it has. Its
+            first block is blanked at once, so that it is no stripe of anything until the new header is there.
     """
 
-    def __init__(self, path: Path, nbytes: int, direct: bool) -> None:
+    def __init__(self, path: Path, nbytes: int, direct: bool, reuse: bool = False) -> None:
         self.path = path
         self.nbytes = nbytes
         self.direct = direct and _O_DIRECT != 0
         self._written_bytes = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._dirty: tuple[int, int] | None = None  # offset and length of the newest buffered write
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if reuse else os.O_CREAT | os.O_TRUNC)
         try:
             self._fd = os.open(path, flags | (_O_DIRECT if self.direct else 0), 0o644)
         except OSError as refusal:
@@ -50,6 +59,18 @@ class DirectFile:
             self._fd = os.open(path, flags, 0o644)
         if self.direct and not fits_direct(direct_alignment(self._fd)):
             self._go_buffered()
+        if reuse:
+            try:
+                self._blank()
+            except BaseException:
+                self.abort()
+                raise
+
+    def _blank(self) -> None:
+        with mmap.mmap(-1, BLOCK_BYTES) as block, memoryview(block) as zeros:
+            written = self._write_some(zeros, 0)
+        if written != BLOCK_BYTES:
+            raise ShortWriteError(f"{self.path}: blanked {written} of its first {BLOCK_BYTES} bytes")
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` at `offset`, both in whole blocks; no byte past the padded length.
@@ -76,6 +97,24 @@ class DirectFile:
                 )
             done += forward
             self._written_bytes += forward
+        if not self.direct:
+            self._write_back(offset, whole)
+
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        """Start writing these pages to the drive, and end it for those of the write before: they leave the cache."""
+        before, self._dirty = self._dirty, (offset, nbytes)
+        try:
+            _sync_range(self._fd, offset, nbytes, _SYNC_START)
+            if before is not None:
+                _sync_range(self._fd, *before, _SYNC_AND_WAIT)
+                _drop(self._fd, *before)
+        except OSError as error:
+            # The kernel tells a failed write-back once: `finish` would find everything clean.
+            raise OSError(
+                error.errno,
+                f"{error.strerror} (writing back up to {nbytes} bytes at offset {offset})",
+                str(self.path),
+            ) from error
 
     def _write_some(self, view: memoryview, offset: int) -> int:
         try:
@@ -103,14 +142,15 @@ class DirectFile:
         """
         try:
             found = os.fstat(self._fd).st_size
-            if found != padded(self.nbytes):
-                raise ShortWriteError(f"{self.path}: holds {found} of {padded(self.nbytes)} bytes at its end")
+            held = min(found, self._written_bytes)  # a reused file may have been longer from the start
+            if held < padded(self.nbytes):
+                raise ShortWriteError(f"{self.path}: holds {held} of {padded(self.nbytes)} bytes at its end")
             if found != self.nbytes:
                 os.ftruncate(self._fd, self.nbytes)
             self.flush()
-            if not self.direct and hasattr(os, "posix_fadvise"):
+            if not self.direct:
                 # The pages are clean now; without this they would push the data set out of memory.
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                _drop(self._fd, 0, 0)
         except OSError as error:
             raise OSError(
                 error.errno, f"{error.strerror} (finishing {self.nbytes} bytes)", str(self.path)
@@ -226,6 +266,24 @@ def read_into(path: Path, offset: int, view: memoryview) -> None:
             done += taken
     finally:
         os.close(fd)
+
+
+def _sync_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
+    """Write dirty pages of a range to the drive; does nothing where the system or the file system has no such call."""
+    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if sync_file_range is None:
+        return
+    sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if sync_file_range(fd, offset, nbytes, flags) != 0:
+        code = ctypes.get_errno()
+        if code not in _REFUSALS:
+            raise OSError(code, os.strerror(code))
+
+
+def _drop(fd: int, offset: int, nbytes: int) -> None:
+    """Let go of the clean pages of a range in the page cache; 0 bytes are all up to the end."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _flush(fd: int) -> None:

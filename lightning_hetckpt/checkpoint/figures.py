@@ -22,7 +22,7 @@ class Figures:
     | `begin_ms` | that `begin` kept the training thread, this engine alone |
     | `fence_ms` | that it then waited before the weights could move |
     | `durable_ms` | from `begin` until every file was durable on every rank |
-    | `nbytes` | of all files of all ranks, the manifest excluded |
+    | `nbytes` | of all files of all ranks, without the manifest and stripes that another checkpoint shares |
     | `gb_per_s` | of each drive, 10^9 bytes per second while it was writing |
     | `bytes_per_day` | at the present rate; where `period_s`, the time since the last such save, was given |
 
@@ -56,6 +56,8 @@ class Figures:
         nbytes: int = 0
         by_drive: dict[str, tuple[int, float]] = {}
         for entry in files:
+            if entry.snapshot is not None:
+                continue  # written with the checkpoint that shares it
             nbytes += entry.nbytes
             if entry.name in folders and entry.write_s > 0:
                 drive = str(drive_of(folders[entry.name]))

@@ -84,7 +84,8 @@ class Fleet:
             (report.rank, folder, entry.nbytes, entry.write_s)
             for report in reports
             for entry in report.files
-            if (folder := drive_of_stripe(entry.name)) is not None
+            if entry.snapshot is None  # else nothing was written
+            and (folder := drive_of_stripe(entry.name)) is not None
         ]
         now = self._speeds.note(written)
         if now is not before:

@@ -15,11 +15,15 @@ from lightning_hetckpt.checkpoint.layout import (
     MANIFEST_NAME,
     META_NAME,
     OWNER_NAME,
+    PARTIAL_NAME,
     RANKS_NAME,
+    RETIRED_NAME,
     build_folder,
+    is_stripe,
     new_id,
     run_file,
 )
+from lightning_hetckpt.checkpoint.spares import Spares
 from lightning_hetckpt.checkpoint.verify import holds, read_manifest
 from lightning_hetckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 
@@ -53,6 +57,17 @@ def owner_note(snapshot_id: str, path: Path) -> bytes:
 def write_owner(folder: Path, snapshot_id: str, path: Path) -> None:
     """Let `folder` say which checkpoint it belongs to; not durable, since a sweep can do without."""
     (folder / OWNER_NAME).write_bytes(owner_note(snapshot_id, path))
+
+
+def open_folder(folder: Path, build: Path, snapshot_id: str, path: Path) -> None:
+    """Make a folder for stripes, the build folder itself or one on a drive, which is marked; not durable yet.
+
+    Nothing happens where it is made already, by another rank or for another stripe.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder != build and not (folder / OWNER_NAME).exists():
+        (folder / PARTIAL_NAME).touch()
+        write_owner(folder, snapshot_id, path)
 
 
 def owner_path(folder: Path) -> Path | None:
@@ -95,7 +110,7 @@ def is_replaceable(path: Path) -> bool:
         return False
 
 
-def remove_tree(path: Path, snapshot_id: str | None = None) -> None:
+def remove_tree(path: Path, snapshot_id: str | None = None, spares: Spares | None = None) -> None:
     """Remove a checkpoint with its stripes on all drives; a plain file or a link is unlinked.
 
     Nothing happens where nothing is. A crash in the middle leaves no half checkpoint under a visible
@@ -103,6 +118,7 @@ def remove_tree(path: Path, snapshot_id: str | None = None) -> None:
 
     Args:
         snapshot_id: of the checkpoint at `path`, where the caller knows it.
+        spares: keeps the stripes that later saves may write over.
 
     Raises:
         CheckpointError: `path` is a folder that holds other things than a checkpoint of ours.
@@ -120,8 +136,17 @@ def remove_tree(path: Path, snapshot_id: str | None = None) -> None:
         os.replace(path, hidden)
         fsync_folder(path.parent)
         path = hidden
-    for drive in drive_folders(path, snapshot_id):
-        remove_drive_folder(drive)
+    drives = [drive for drive in drive_folders(path, snapshot_id) if drive.is_dir() and not _is_shown(drive)]
+    if spares is not None and (path / MANIFEST_NAME).is_file():
+        # Before the first stripe is written over no manifest may name it, also after a power cut. Under its other
+        # name the manifest still tells a sweep whose the links are.
+        os.replace(path / MANIFEST_NAME, path / RETIRED_NAME)
+        fsync_folder(path)
+        for folder in (*drives, path):
+            for stripe in [child for child in folder.iterdir() if is_stripe(child.name)]:
+                spares.keep(stripe)
+    for drive in drives:
+        shutil.rmtree(drive)
     # The drives came first: the manifest, which says whose the links are, must outlive what they lead to.
     for child in path.iterdir():
         _remove(child)
@@ -129,23 +154,45 @@ def remove_tree(path: Path, snapshot_id: str | None = None) -> None:
 
 
 def remove_drive_folder(drive: Path) -> bool:
-    """Remove the stripes of one snapshot on one drive; False where their checkpoint still stands.
+    """Remove the stripes of one snapshot on one drive; False where a checkpoint still shows them.
 
-    It does where the folder that is being removed was a copy, with links to the same stripes.
+    One does where what is being removed was a copy with links to the same stripes, or has such a copy beside it.
     """
-    owner = owner_path(drive)
-    if owner is not None and holds(owner, drive.name):
+    if _is_shown(drive):
         return False
     if drive.is_dir():
         shutil.rmtree(drive)
     return True
 
 
-def _id_of(folder: Path) -> str:
+def _is_shown(drive: Path) -> bool:
+    """Whether the checkpoint that the drive's folder belongs to stands, or a copy beside it links into the folder."""
+    owner = owner_path(drive)
+    if owner is None or not drive.is_dir():
+        return False
+    if holds(owner, drive.name):
+        return True
+    stripes = {child.name: os.path.realpath(child) for child in drive.iterdir() if is_stripe(child.name)}
     try:
-        return read_manifest(folder).snapshot_id
-    except (CheckpointNotFoundError, CorruptCheckpointError):
-        return folder.name.removeprefix(HIDDEN_PREFIX)  # a build that never got its manifest
+        beside = [one for one in owner.parent.iterdir() if not one.name.startswith(HIDDEN_PREFIX)]
+    except OSError:
+        return False
+    return any(
+        (folder / name).is_symlink()
+        and os.path.realpath(folder / name) == stripe
+        and (folder / MANIFEST_NAME).exists()
+        for folder in beside
+        for name, stripe in stripes.items()
+    )
+
+
+def _id_of(folder: Path) -> str:
+    for name in (MANIFEST_NAME, RETIRED_NAME):
+        try:
+            return read_manifest(folder, name).snapshot_id
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            pass
+    return folder.name.removeprefix(HIDDEN_PREFIX)  # a build that never got its manifest
 
 
 def _remove(child: Path) -> None:

@@ -14,10 +14,14 @@ MANIFEST_NAME = "manifest.json"
 META_NAME = "meta.pt"
 RANKS_NAME = "ranks.json"
 
+STRIPE_SUFFIX = ".safetensors"
+
 HIDDEN_PREFIX = ".hetckpt-"
+SPARE_NAME = f"{HIDDEN_PREFIX}spare"
 DRIVE_FOLDER = "lightning_hetckpt"
 OWNER_NAME = "owner.json"
 PARTIAL_NAME = "partial"
+RETIRED_NAME = "retired.json"  # what was the manifest of a checkpoint whose stripes may be written over
 
 
 def new_id() -> str:
@@ -36,6 +40,11 @@ def drive_of_stripe(file: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_stripe(file: str) -> bool:
+    """Whether a file of this name holds tensors; so far `stripe_name` and `owned_stripe_name` spell them all."""
+    return file.endswith(STRIPE_SUFFIX)
+
+
 def owned_stripe_name(rank: int = 0) -> str:
     """The file of the tensors that `rank` alone owns, such as buffers."""
     return f"stripe-r{rank:05d}-owned.safetensors"
@@ -50,6 +59,11 @@ def build_folder(path: Path, snapshot_id: str) -> Path:
 def drive_folder(drive: Path, run: str, snapshot_id: str) -> Path:
     """The folder on `drive` that holds one snapshot's stripes; two runs never share one."""
     return drive / DRIVE_FOLDER / run / snapshot_id
+
+
+def spare_folder(folder: Path) -> Path:
+    """Where stripes that lay in `folder` wait to be written over: beside it, on the same file system."""
+    return folder.parent / SPARE_NAME
 
 
 def drive_of(folder: Path) -> Path:

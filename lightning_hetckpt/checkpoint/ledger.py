@@ -17,8 +17,9 @@ from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.folders import remove_tree
 from lightning_hetckpt.checkpoint.layout import RANKS_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry, spell_tensors
-from lightning_hetckpt.checkpoint.publish import publish, scan, write_manifest
+from lightning_hetckpt.checkpoint.publish import only_warn, put_in_place, scan, write_manifest
 from lightning_hetckpt.checkpoint.retention import SnapshotInfo, retire
+from lightning_hetckpt.checkpoint.spares import Spares
 from lightning_hetckpt.checkpoint.verify import is_checkpoint, read_manifest
 from lightning_hetckpt.errors import CommitError
 
@@ -43,9 +44,16 @@ class Record:
 
 
 class Ledger:
-    """The checkpoints that this process has committed or found, for the commit thread alone."""
+    """The checkpoints that this process has committed or found, for the commit thread alone.
 
-    def __init__(self) -> None:
+    Args:
+        reuse: keep the stripes of those that go, to be written over.
+    """
+
+    def __init__(self, reuse: bool = True) -> None:
+        self._spares = Spares() if reuse else None
+        self._displaced: list[tuple[Path, str | None]] = []  # hidden, with their ids
+        self._resumed_ids: set[str] = set()
         self.newest: Path | None = None  # the checkpoint that was committed last
         self._parent: str | None = None
         self._commit = 0
@@ -59,11 +67,13 @@ class Ledger:
             return  # somebody has removed it since
         manifest = read_manifest(folder)
         self._parent, self._commit = manifest.snapshot_id, max(self._commit, manifest.commit)
+        self._resumed_ids.add(manifest.snapshot_id)
 
     def publish(self, record: Record, reports: Sequence[RankReport], figures: Figures) -> None:
         """Make the checkpoint visible; every file in `reports` is durable and stays as it is.
 
-        What was written is noted in `figures`, and what they hold by now in the manifest.
+        What was written is noted in `figures`, and what they hold by now in the manifest. What lay at the path before
+        goes with the next `clear_away`.
 
         Raises:
             CommitError: the reports do not hold every stripe once.
@@ -100,7 +110,9 @@ class Ledger:
             figures=figures.as_dict(),
         )
         write_manifest(record.build, manifest, self._spelled(record.tensors))
-        publish(record.build, record.path, record.snapshot_id, self._id_at(record.path))
+        displaced = put_in_place(record.build, record.path, record.snapshot_id)
+        if displaced is not None:
+            self._displaced.append((displaced, self._id_at(record.path)))
         self._parent, self._commit, self.newest = record.snapshot_id, commit, record.path
         self._forget(record.path)
         found.append(SnapshotInfo(record.path, commit, record.global_step, record.snapshot_id))
@@ -108,14 +120,33 @@ class Ledger:
     def remove(self, path: Path) -> None:
         """Remove whatever lies at `path`."""
         snapshot_id = self._id_at(path)
+        newest = max(self._found.get(path.parent, ()), key=lambda info: info.age_order, default=None)
+        is_newest = newest is not None and newest.path == path
         self._forget(path)
-        remove_tree(path, snapshot_id)
+        remove_tree(path, snapshot_id, None if is_newest else self._spares_for(snapshot_id))
+
+    def clear_away(self) -> None:
+        """Remove what the checkpoints since the last call have displaced. Nobody needs to wait for it."""
+        while self._displaced:
+            path, snapshot_id = self._displaced.pop()
+            with only_warn(path):
+                remove_tree(path, snapshot_id, self._spares_for(snapshot_id))
+
+    def close(self) -> None:
+        """Give back the room of stripes that wait to be written over."""
+        if self._spares is not None:
+            self._spares.clear()
 
     def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
         """Remove all but the `keep_last` newest checkpoints in `folder` whose name fits `pattern`."""
         fitting = [info for info in self._checkpoints_in(folder) if fnmatch(info.path.name, pattern)]
         for info in retire(fitting, keep_last):
             self.remove(info.path)
+
+    def _spares_for(self, snapshot_id: str | None) -> Spares | None:
+        """Where the stripes of a checkpoint go; None where they are not to be written over."""
+        # Whoever resumed may still load lazily from the checkpoint, and of a stranger we know nothing.
+        return None if snapshot_id is None or snapshot_id in self._resumed_ids else self._spares
 
     def _checkpoints_in(self, folder: Path) -> list[SnapshotInfo]:
         # Read from disk once: a manifest takes milliseconds, and nobody else commits into our folders.

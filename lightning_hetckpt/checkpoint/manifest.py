@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from lightning_hetckpt.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME
+from lightning_hetckpt.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, is_stripe
 from lightning_hetckpt.errors import CorruptCheckpointError
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class FileEntry:
     chunk_bytes: int
     chunks: tuple[str, ...]  # xxh3-64 of each chunk_bytes of the file, 16 hex digits
     write_s: float = field(default=0.0, compare=False)  # that its drive was busy with it; not in the manifest
+    snapshot: str | None = None  # id of another snapshot that wrote it and shares it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Manifest:
             "created_unix_s": self.created_unix_s,
             "files": {
                 name: {"nbytes": f.nbytes, "chunk_bytes": f.chunk_bytes, "chunks": f.chunks}
+                | ({} if f.snapshot is None else {"snapshot": f.snapshot})
                 for name, f in self.files.items()
             },
             "aliases": self.aliases,
@@ -196,6 +198,8 @@ def _manifest(data: bytes) -> Manifest:
         aliases=_each(get["aliases"], "aliases", lambda name, to: text(to, f"alias {name!r}")),
         figures=_each(figures, "figures", _figure),
     )
+    if any(file.snapshot == manifest.snapshot_id for file in manifest.files.values()):
+        raise DamageError("a file is said to be another snapshot's, and that is this one")
     _check_pieces(manifest)
     for name, target in manifest.aliases.items():
         if name in manifest.tensors or target not in manifest.tensors:
@@ -206,7 +210,13 @@ def _manifest(data: bytes) -> Manifest:
 def _file(name: str, value: Any) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
         raise DamageError(f"file name {name!r}, expected a plain name without a folder")
-    get = fields(value, f"file {name!r}", {"nbytes", "chunk_bytes", "chunks"})
+    is_shared = type(value) is dict and "snapshot" in value
+    get = fields(
+        value, f"file {name!r}", {"nbytes", "chunk_bytes", "chunks"} | ({"snapshot"} if is_shared else set())
+    )
+    if is_shared and not is_stripe(name):
+        raise DamageError(f"{name!r} is said to be another snapshot's, expected that of stripes only")
+    snapshot = matching(ID_PATTERN, get["snapshot"], f"snapshot of {name!r}") if is_shared else None
     nbytes = whole(get["nbytes"], f"nbytes of {name!r}")
     chunk_bytes = whole(get["chunk_bytes"], f"chunk_bytes of {name!r}", 1, MAX_CHUNK_BYTES)
     chunks = tuple(
@@ -214,7 +224,7 @@ def _file(name: str, value: Any) -> FileEntry:
     )
     if chunks and len(chunks) != -(-nbytes // chunk_bytes):
         raise DamageError(f"{name!r} has {len(chunks)} hashes for {nbytes} bytes in chunks of {chunk_bytes}")
-    return FileEntry(name, nbytes, chunk_bytes, chunks)
+    return FileEntry(name, nbytes, chunk_bytes, chunks, snapshot=snapshot)
 
 
 def _tensor(name: str, value: Any) -> TensorEntry:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_hetckpt.checkpoint.layout import (
     MANIFEST_NAME,
     OWNER_NAME,
     PARTIAL_NAME,
+    SPARE_NAME,
     build_folder,
     new_id,
 )
@@ -42,7 +44,9 @@ from lightning_hetckpt.errors import CheckpointError
 __all__ = [
     "check_files",
     "newest_whole",
+    "only_warn",
     "publish",
+    "put_in_place",
     "read_manifest",
     "remove_tree",
     "scan",
@@ -67,8 +71,16 @@ def write_manifest(build: Path, manifest: Manifest, tensors: str | None = None) 
     write_durably(build / MANIFEST_NAME, manifest.to_json(tensors))
 
 
-def publish(build: Path, path: Path, snapshot_id: str | None = None, displaced_id: str | None = None) -> None:
-    """Let the sealed folder `build` be the checkpoint `path`, durably, and remove what was there before.
+def publish(build: Path, path: Path) -> None:
+    """`put_in_place`, and remove what was at `path` before."""
+    displaced = put_in_place(build, path)
+    if displaced is not None:
+        with only_warn(displaced):
+            remove_tree(displaced)
+
+
+def put_in_place(build: Path, path: Path, snapshot_id: str | None = None) -> Path | None:
+    """Let the sealed folder `build` be the checkpoint `path`, durably; returns what was there before, hidden now.
 
     Whoever looks at `path`, also after a crash at any moment, finds the old checkpoint whole or the new
     one. Where the file system cannot exchange two names there is a moment with neither; `scan` and
@@ -76,7 +88,6 @@ def publish(build: Path, path: Path, snapshot_id: str | None = None, displaced_i
 
     Args:
         snapshot_id: of the build folder, where the caller knows it; None reads its manifest.
-        displaced_id: of the checkpoint that lies at `path`, where the caller knows it.
 
     Raises:
         CheckpointError: `path` is a folder with other things in it than a checkpoint of ours.
@@ -99,9 +110,7 @@ def publish(build: Path, path: Path, snapshot_id: str | None = None, displaced_i
     else:
         displaced = _replace_in_two_steps(build, path, snapshot_id)
     fsync_folder(path.parent)
-    if displaced is not None:
-        with _only_warn(displaced):
-            remove_tree(displaced, displaced_id)
+    return displaced
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -182,15 +191,20 @@ def sweep(folder: Path, drives: Sequence[Path], run: str, spare: str = "") -> li
     removed = []
     for child in _children(folder):
         if child.name.startswith(HIDDEN_PREFIX) and not (spare and spare in child.name):
-            with _only_warn(child):
+            with only_warn(child):
                 remove_tree(child)
                 removed.append(child)
     for drive in drives:
         for stripes in _children(drive / DRIVE_FOLDER / run):
+            if stripes.name == SPARE_NAME and not stripes.is_symlink():
+                with only_warn(stripes):
+                    shutil.rmtree(stripes)
+                    removed.append(stripes)
+                continue
             partial = stripes / PARTIAL_NAME
             if stripes.is_symlink() or not partial.exists():
                 continue
-            with _only_warn(stripes):
+            with only_warn(stripes):
                 if stripes.name in committed:
                     partial.unlink()
                 elif remove_drive_folder(stripes):
@@ -199,7 +213,8 @@ def sweep(folder: Path, drives: Sequence[Path], run: str, spare: str = "") -> li
 
 
 @contextmanager
-def _only_warn(leftover: Path) -> Iterator[None]:
+def only_warn(leftover: Path) -> Iterator[None]:
+    """Log that `leftover` could not be removed, and go on."""
     # Neither a finished save nor the start of a run should fail because of what may go; a sweep tries again.
     try:
         yield

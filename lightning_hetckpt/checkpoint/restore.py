@@ -51,7 +51,7 @@ def load(path: Path, weights_only: bool | None = None, map_location: Any = None)
     }
     targets = _targets(manifest, tensors)
     for file in targets:
-        _check_owner(folder / file, manifest.snapshot_id)
+        _check_owner(folder / file, manifest.files[file].snapshot or manifest.snapshot_id)
     chunks = [
         (manifest.files[file], offset)
         for file in targets

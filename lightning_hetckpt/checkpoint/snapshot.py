@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -46,6 +46,9 @@ class Snapshot:
         self.path = path
         self.figures = Figures() if figures is None else figures
         self.outcome: Future[None] = Future()  # set by the commit thread
+        # Set by the stager before `issued`.
+        self.sample: Mapping[torch.device, Tensor] = {}  # how the live tensors looked
+        self.borrows_from: str | None = None  # id of the save before, whose stripes this one shares
         self._told = told
         self._versions: Versions | None = Versions(stable)
         self._files: Future[list[Future[FileEntry]]] = Future()
@@ -54,6 +57,11 @@ class Snapshot:
         self._sealed = threading.Event()
         self._held = False
         self._torn: str | None = None
+
+    @property
+    def versions(self) -> Sequence[int] | None:
+        """How often each live tensor had been changed in place; None where one keeps no count, or once sealed."""
+        return None if self._versions is None else self._versions.seen
 
     @property
     def fenced(self) -> bool:
@@ -141,6 +149,10 @@ class Snapshot:
             self._files.set_exception(error)
         with self._state:
             self._seal()
+
+    def is_read_whole(self) -> bool:
+        """Whether every copy is on its way, and nothing is known to have moved before."""
+        return self._torn is None and self._files.done() and self._files.exception() is None
 
     def files(self) -> list[FileEntry]:
         """What this rank wrote, once it is durable; waits, and raises what prevented it."""

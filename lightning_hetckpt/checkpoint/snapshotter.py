@@ -20,16 +20,17 @@ from lightning_hetckpt.checkpoint.direct_io import supports_direct
 from lightning_hetckpt.checkpoint.drives import find
 from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.fleet import Fleet, agree
-from lightning_hetckpt.checkpoint.folders import write_owner
+from lightning_hetckpt.checkpoint.folders import open_folder
 from lightning_hetckpt.checkpoint.layout import (
     CHUNK_BYTES,
     META_NAME,
-    PARTIAL_NAME,
     build_folder,
     drive_folder,
+    drive_of,
     padded,
 )
 from lightning_hetckpt.checkpoint.ledger import Record
+from lightning_hetckpt.checkpoint.lending import Lender, Standing
 from lightning_hetckpt.checkpoint.manifest import FileEntry, TensorEntry
 from lightning_hetckpt.checkpoint.meta import pack_meta
 from lightning_hetckpt.checkpoint.publish import sweep
@@ -94,7 +95,8 @@ class Snapshotter:
         self._layouts = LayoutBook()
         self._merged: tuple[SaveLayout, SaveLayout, dict[str, TensorEntry]] | None = None
         self._stager = Stager()
-        self._committer = Committer(self._failures.__setitem__)
+        self._lender = Lender()
+        self._committer = Committer(self._failures.__setitem__, reuse=checksum)
 
     def begin(
         self,
@@ -156,6 +158,15 @@ class Snapshotter:
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
         earlier = [save for save in self._saves if not save.done()]
         snapshot = Snapshot(path, live, self._told, noted)
+        standing = Standing.at(
+            checkpoint.get("global_step"),
+            self._guard.moves,
+            shared.fingerprint,
+            found.addresses,
+            snapshot.versions,
+        )
+        homes = [drive_of(one.path.parent) for one in lazy]
+        loan = self._lender.ask(standing, path, homes) if self._committer.makes_links else None
         self._saves = [*earlier, snapshot]
         if not alone:
             self._guard.watch(snapshot, found.addresses)
@@ -175,7 +186,8 @@ class Snapshotter:
             if not isinstance(error, Exception):  # a signal is for the caller, too
                 raise
         else:
-            self._stager.drain(snapshot, lazy, pool, files, found.devices)
+            self._stager.drain(snapshot, lazy, pool, files, found.devices, loan)
+            self._lender.note(standing, snapshot, snapshot_id, homes)
         finally:
             noted.mark("begin_ms")
             # Also of a save that failed here: the other ranks wait for a word about it.
@@ -186,6 +198,7 @@ class Snapshotter:
 
     def remove(self, path: Path) -> None:
         """Remove the checkpoint `path` behind every save begun so far; it stays if the last of them fails."""
+        self._lender.forget(_canonical(path))
         self._committer.remove(_canonical(path))
 
     def retire(self, folder: Path, keep_last: int, pattern: str = "step=*.ckpt") -> None:
@@ -307,7 +320,9 @@ class Snapshotter:
                 record.stripes[stripe.file] / stripe.file,
                 self._direct is not False,
                 self._checksum,
-                partial(_make_folder, record.stripes[stripe.file], record),
+                partial(
+                    open_folder, record.stripes[stripe.file], record.build, record.snapshot_id, record.path
+                ),
             )
             for stripe in stripes
         ]
@@ -338,14 +353,6 @@ class Snapshotter:
 
     def _told(self, save: Snapshot) -> None:
         self._failures.pop(save, None)
-
-
-def _make_folder(folder: Path, record: Record) -> None:
-    """Make a folder of stripes; one on a drive is marked, and the commit thread makes its name durable."""
-    folder.mkdir(parents=True, exist_ok=True)  # another rank may be faster, or an earlier stripe
-    if folder != record.build:
-        (folder / PARTIAL_NAME).touch()
-        write_owner(folder, record.snapshot_id, record.path)
 
 
 def _await(saves: Iterable[Snapshot]) -> None:

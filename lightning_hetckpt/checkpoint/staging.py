@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_hetckpt.checkpoint.buffer_pool import BufferPool
 from lightning_hetckpt.checkpoint.chunk_plan import ChunkPlan, Cuts
+from lightning_hetckpt.checkpoint.lending import Loan, sample
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
@@ -205,19 +206,22 @@ class Stager:
         pool: BufferPool,
         also: Sequence[Future[FileEntry]] = (),
         devices: Collection[torch.device] = (),
+        loan: Loan | None = None,
     ) -> None:
         """Begin to copy and tell `snapshot` how it goes; what is on a GPU is copied behind the work queued there.
 
         Args:
             also: further files of the snapshot that are under way.
             devices: on which the tensors lie.
+            loan: of the save before, if nothing is known to have moved since: if nothing did, its stripes are shared
+                and nothing is copied.
         """
         begun = {
             device: torch.cuda.current_stream(device).record_event()
             for device in devices
             if device.type == "cuda"
         }
-        self._jobs.put(_Job(snapshot, pours, pool, also, begun))
+        self._jobs.put(_Job(snapshot, pours, pool, also, begun, loan))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. May be called twice."""
@@ -241,6 +245,7 @@ class _Job:
     pool: BufferPool
     also: Sequence[Future[FileEntry]]
     begun: Mapping[torch.device, torch.cuda.Event]
+    loan: Loan | None
 
 
 def _drain(job: _Job, streams: dict[torch.device, torch.cuda.Stream]) -> None:
@@ -249,7 +254,11 @@ def _drain(job: _Job, streams: dict[torch.device, torch.cuda.Stream]) -> None:
             side = streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
             side.wait_event(event)
             on_side_streams.enter_context(torch.cuda.stream(side))
-        files = pour(job.pours, job.pool)
+        job.snapshot.sample = sample(job.pours[0].tensors.values()) if job.pours else {}
+        if job.loan is not None and job.loan.stands(job.snapshot.sample):
+            job.snapshot.borrows_from, files = job.loan.snapshot_id, []
+        else:
+            files = pour(job.pours, job.pool)
         copies = {device: torch.cuda.current_stream(device).record_event() for device in job.begun}
     job.snapshot.issued([*job.also, *files], copies)
     # The job holds the tensors up to here: their memory must not be lent to others while it is read.

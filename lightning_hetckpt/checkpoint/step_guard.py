@@ -44,6 +44,7 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._watched: list[tuple[Reader, frozenset[int]]] = []
+        self.moves = 0  # begins and ends of steps so far: the same number twice means no step in between
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -61,6 +62,7 @@ class StepGuard:
         self._watched = []
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.moves += 1
         has_closure = kwargs.get("closure") is not None or any(arg is not None for arg in args[1:])
         for reader in self._readers_of(optimizer):
             if has_closure:
@@ -69,6 +71,7 @@ class StepGuard:
                 reader.settle()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.moves += 1
         for reader in self._readers_of(optimizer):
             if not reader.fenced:
                 reader.mark_torn(
@@ -94,8 +97,9 @@ class Versions:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self.seen: list[int] | None = None  # for those that all keep a count
         try:
-            self._seen = list(map(_version, tensors.values()))
+            self._seen = self.seen = list(map(_version, tensors.values()))
         except RuntimeError:  # inference tensors keep no count
             self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
             self._seen = list(map(_version, self._tensors.values()))

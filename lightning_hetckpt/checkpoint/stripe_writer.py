@@ -18,6 +18,7 @@ import xxhash
 from lightning_hetckpt.checkpoint.direct_io import DirectFile, fsync_folder
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, padded
 from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.spares import take
 from lightning_hetckpt.errors import CheckpointError
 
 _log = logging.getLogger("lightning_hetckpt")
@@ -41,6 +42,7 @@ class StripeFile:
     checksum: bool
     durable: Future[FileEntry] = field(default_factory=Future)
     file: DirectFile | None = None
+    reused: bool = False  # a file of an older checkpoint is written over
     hashes: list[str] = field(default_factory=list)
     written_bytes: int = 0
     write_s: float = 0.0  # that the drive was busy with it
@@ -161,7 +163,9 @@ class StripeWriter:
             if prepare is not None:
                 prepare()
             refused = stripe.path.parent.stat().st_dev in self._refusing_devices
-            stripe.file = DirectFile(stripe.path, stripe.nbytes, stripe.direct and not refused)
+            # Without hashes nothing would tell old bytes from new ones.
+            stripe.reused = stripe.checksum and take(stripe.path)
+            stripe.file = DirectFile(stripe.path, stripe.nbytes, stripe.direct and not refused, stripe.reused)
             self._open_files.add(stripe)
 
     def _put(
@@ -226,7 +230,8 @@ class StripeWriter:
         began_s = time.perf_counter()
         file.finish()
         stripe.write_s += time.perf_counter() - began_s
-        fsync_folder(stripe.path.parent)
+        if not stripe.reused:  # else its name was durable before its first byte
+            fsync_folder(stripe.path.parent)
         device = stripe.path.parent.stat().st_dev
         if stripe.direct and not file.direct and device not in self._refusing_devices:
             self._refusing_devices.add(device)

@@ -23,24 +23,24 @@ def is_checkpoint(path: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, name: str = MANIFEST_NAME) -> Manifest:
     """The manifest of the checkpoint folder `path`.
 
     Raises:
         CheckpointNotFoundError: no manifest lies there.
         CorruptCheckpointError: something else lies there, or one that is damaged.
     """
-    return Manifest.from_json(_manifest_bytes(path), path / MANIFEST_NAME)
+    return Manifest.from_json(_manifest_bytes(path, name), path / name)
 
 
-def _manifest_bytes(path: Path) -> bytes:
-    file = path / MANIFEST_NAME
+def _manifest_bytes(path: Path, name: str = MANIFEST_NAME) -> bytes:
+    file = path / name
     try:
         # Someone may have put a link or a pipe there: follow neither, wait for neither.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(
-            f"{path}: found no {MANIFEST_NAME}, expected the folder of a committed checkpoint"
+            f"{path}: found no {name}, expected the folder of a committed checkpoint"
         ) from None
     except OSError as error:
         raise CorruptCheckpointError(f"{file}: cannot be read ({error.strerror})") from error
@@ -73,8 +73,8 @@ def holds(path: Path, snapshot_id: str) -> bool:
 def check_files(path: Path, manifest: Manifest) -> None:
     """Every file of the manifest exists in `path`, or behind a link there, with its exact length.
 
-    A stripe also says itself that it belongs to this snapshot: a link may lead anywhere, and where hashes were
-    not kept nothing else would tell.
+    A stripe also says itself that it belongs to this snapshot, or to the one whose bytes the manifest says that it
+    shares: a link may lead anywhere, and where hashes were not kept nothing else would tell.
 
     Raises:
         CorruptCheckpointError: names the first file that does not.
@@ -92,7 +92,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
         if found.st_size != entry.nbytes:
             raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
         if file.suffix == ".safetensors":
-            _check_owner(file, entry, manifest.snapshot_id)
+            _check_owner(file, entry, entry.snapshot or manifest.snapshot_id)
 
 
 def _check_owner(file: Path, entry: FileEntry, snapshot_id: str) -> None:

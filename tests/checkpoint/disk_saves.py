@@ -25,6 +25,7 @@ from lightning_hetckpt.checkpoint.layout import (
 )
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
+from lightning_hetckpt.checkpoint.spares import Spares
 from lightning_hetckpt.checkpoint.stripe_header import build_header
 from lightning_hetckpt.checkpoint.stripe_writer import StripeFile, StripeWriter
 
@@ -114,9 +115,17 @@ def build(path: Path, commit: int = 1, drives: Sequence[Path] = (), nbytes: int 
     return folder
 
 
-def save(path: Path, commit: int = 1, drives: Sequence[Path] = (), nbytes: int = 5000) -> Path:
-    """A published checkpoint."""
-    publish.publish(build(path, commit, drives, nbytes), path)
+def save(
+    path: Path,
+    commit: int = 1,
+    drives: Sequence[Path] = (),
+    nbytes: int = 5000,
+    spares: Spares | None = None,
+) -> Path:
+    """A published checkpoint; `spares` gets the stripes of the one that lay there before."""
+    displaced = publish.put_in_place(build(path, commit, drives, nbytes), path)
+    if displaced is not None:
+        publish.remove_tree(displaced, None, spares)
     return path
 
 
@@ -128,9 +137,10 @@ def main(folder: Path, how: str) -> None:
     snapshots = folder / "snapshots"
     publish.sweep(snapshots, drives, run_of(snapshots))
     commit = max((info.commit for info in publish.scan(snapshots)), default=0)
+    spares = Spares()
     while True:
         commit += 1
-        save(snapshots / "last.ckpt", commit, drives, random.randrange(1, 100_000))
+        save(snapshots / "last.ckpt", commit, drives, random.randrange(1, 100_000), spares)
         print(commit, flush=True)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -53,6 +54,124 @@ def test_an_old_longer_file_of_the_name_leaves_nothing_behind(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"old" * 10_000)
     save(tmp_path / "file", b"new", direct=True)
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("before", SIZES)
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 50_001])
+def test_a_reused_file_keeps_its_room_and_holds_the_new_bytes_alone(tmp_path, nbytes, before, direct) -> None:
+    (tmp_path / "file").write_bytes(b"o" * before)
+    inode = (tmp_path / "file").stat().st_ino
+    data = os.urandom(nbytes)
+    with DirectFile(tmp_path / "file", nbytes, direct, reuse=True) as file:
+        assert (tmp_path / "file").stat().st_size >= before
+        file.write(aligned(data), 0)
+    assert (tmp_path / "file").read_bytes() == data
+    assert (tmp_path / "file").stat().st_ino == inode
+
+
+def test_a_reused_file_that_was_not_written_to_its_end_is_not_finished(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"o" * 50_000)
+    file = DirectFile(tmp_path / "file", 10_000, direct=False, reuse=True)
+    file.write(aligned(b"x" * 4096), 0)
+    with pytest.raises(ShortWriteError, match="holds 4096 of 12288 bytes"):
+        file.finish()
+
+
+def test_a_file_that_cannot_be_blanked_is_closed(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_bytes(b"o" * 50_000)
+    monkeypatch.setattr(direct_io.os, "pwrite", lambda fd, view, at: 100)
+    with pytest.raises(ShortWriteError, match="blanked 100 of its first 4096 bytes"):
+        DirectFile(tmp_path / "file", 10_000, direct=False, reuse=True)
+
+
+def test_nothing_is_reused_where_nothing_is(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DirectFile(tmp_path / "file", 10_000, direct=False, reuse=True)
+
+
+def resident_pages(path: Path) -> int:
+    """How many pages of the file the page cache holds, as the kernel tells it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    length = path.stat().st_size
+    pages = ctypes.create_string_buffer(length // mmap.PAGESIZE)
+    with path.open("rb") as file:
+        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    try:
+        assert libc.mincore(address, length, pages) == 0
+    finally:
+        libc.munmap(address, length)
+    return sum(byte & 1 for byte in pages.raw[: length // mmap.PAGESIZE])
+
+
+def test_a_buffered_file_leaves_no_more_than_its_newest_write_in_the_page_cache(tmp_path) -> None:
+    if not supports_direct(tmp_path):
+        pytest.skip("the files of this file system may live in the page cache alone")
+    size = 2**20
+    with DirectFile(tmp_path / "file", 8 * size, direct=False) as file:
+        view = aligned(os.urandom(size))
+        for number in range(8):
+            file.write(view, number * size)
+            assert resident_pages(tmp_path / "file") <= size // mmap.PAGESIZE
+    assert resident_pages(tmp_path / "file") == 0
+    assert (tmp_path / "file").read_bytes() == bytes(view) * 8
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_each_buffered_write_is_sent_off_at_once_and_awaited_behind_the_next(
+    tmp_path, monkeypatch, direct
+) -> None:
+    if direct and not supports_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    seen = []
+    monkeypatch.setattr(direct_io, "_sync_range", lambda fd, *what: seen.append(what))
+    with DirectFile(tmp_path / "file", 3 * 4096, direct) as file:
+        for number in range(3):
+            file.write(aligned(b"x" * 4096), number * 4096)
+    start, wait = direct_io._SYNC_START, direct_io._SYNC_AND_WAIT
+    assert seen == (
+        []
+        if direct
+        else [
+            (0, 4096, start),
+            (4096, 4096, start),
+            (0, 4096, wait),
+            (8192, 4096, start),
+            (4096, 4096, wait),
+        ]
+    )
+
+
+class SyncLibc:
+    """A C library that can flush a range and fails to, or one that has no such function."""
+
+    def __init__(self, code: int | None) -> None:
+        if code is not None:
+            self.sync_file_range = type("Call", (), {"__call__": lambda *_: -1})()
+
+
+@pytest.mark.parametrize("code", [None, errno.ENOSYS, errno.EINVAL])
+def test_where_the_system_cannot_flush_a_range_the_file_is_flushed_at_its_end(
+    tmp_path, monkeypatch, code
+) -> None:
+    monkeypatch.setattr(direct_io.ctypes, "CDLL", lambda *_, **__: SyncLibc(code))
+    monkeypatch.setattr(direct_io.ctypes, "get_errno", lambda: code)
+    data = os.urandom(50_001)
+    save(tmp_path / "file", data, direct=False)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_drive_that_fails_while_a_range_is_flushed_fails_the_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(direct_io.ctypes, "CDLL", lambda *_, **__: SyncLibc(errno.EIO))
+    monkeypatch.setattr(direct_io.ctypes, "get_errno", lambda: errno.EIO)
+    file = DirectFile(tmp_path / "file", 4096, direct=False)
+    with pytest.raises(OSError, match=r"writing back up to 4096 bytes at offset 0.*file"):
+        file.write(aligned(b"x" * 4096), 0)
+    file.abort()
 
 
 def test_a_link_is_not_followed_for_writing(tmp_path) -> None:

@@ -182,13 +182,18 @@ class Death(BaseException):
     """The process is gone: nothing after it happens any more, no clean-up either."""
 
 
+CHANGES = (
+    "replace", "unlink", "rmdir", "mkdir", "symlink", "link", "truncate", "ftruncate", "pwrite", "fdatasync", "fsync"
+)  # fmt: skip
+
+
 class DeathAt:
     """Lets `changes` changes of the disk happen; every later one meets a dead process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, changes: int) -> None:
         self.left = changes
         self.happened = False
-        for name in ("replace", "unlink", "rmdir", "mkdir", "symlink", "truncate", "fsync"):
+        for name in CHANGES:
             monkeypatch.setattr(os, name, self._mortal(getattr(os, name)))
         monkeypatch.setattr(publish, "_exchange", self._mortal(publish._exchange))
 

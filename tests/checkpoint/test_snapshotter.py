@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from lightning_hetckpt.channel import GroupChannel
-from lightning_hetckpt.checkpoint import restore, snapshotter, verify
+from lightning_hetckpt.checkpoint import ledger, restore, snapshotter, verify
 from lightning_hetckpt.checkpoint.folders import run_of
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES
 from lightning_hetckpt.checkpoint.publish import scan
@@ -312,7 +312,32 @@ def test_saves_to_one_path_come_in_order(engine: Snapshotter, drives: Drives, tm
 
     assert not engine.pending(tmp_path / "last.ckpt")
     assert restore.load(tmp_path / "last.ckpt")["global_step"] == 2
+    engine.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lightning_hetckpt_run", "last.ckpt"]
+
+
+def test_nobody_waits_until_the_checkpoint_that_was_replaced_is_unlinked(
+    engine: Snapshotter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.begin({"global_step": 1}, tmp_path / "last.ckpt").wait()
+    gate, real = Gate(), ledger.remove_tree
+
+    def slow(*args: Any) -> None:
+        gate.pass_through()
+        real(*args)
+
+    monkeypatch.setattr(ledger, "remove_tree", slow)
+    crew, _ = engine._crews[False]
+    answers: list[Any] = []
+    monkeypatch.setattr(crew.exchange, "answer", lambda *answer: answers.append(answer))
+    engine.begin({"global_step": 2}, tmp_path / "last.ckpt").wait()
+    assert gate.arrived.wait(30)
+    assert [reason for _, reason, _ in answers] == [None]
+    assert restore.load(tmp_path / "last.ckpt")["global_step"] == 2
+    assert list(tmp_path.glob(".hetckpt-*"))
+    gate.open()
+    engine.wait()
+    assert not list(tmp_path.glob(".hetckpt-*"))
 
 
 def test_a_removal_comes_behind_the_save_before_it(
