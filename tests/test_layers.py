@@ -55,6 +55,7 @@ RINGS = {
     "checkpoint.snapshotter": TORCH,
     "checkpoint.destination": TORCH,
     "checkpoint.restore": TORCH,
+    "checkpoint.together": TORCH,
     "checkpoint.step_guard": TORCH,
     "host": DOORS,
     "resume": DOORS,

@@ -137,7 +137,7 @@ class SpanReader:
         new_buffer: NewBuffer | None = None,
     ) -> None:
         self._sources = sources
-        self._new_buffer = new_buffer or _aligned
+        self._new_buffer = new_buffer or aligned
         self._own = threading.local()
         needed = {span.source for span in work}
         self._buffer_bytes = padded(max((span.nbytes for span in work), default=0))
@@ -249,5 +249,6 @@ def _open(source: Source, direct: bool) -> DirectReads:
     return DirectReads(source.path, direct and source.entry.chunk_bytes % BLOCK_BYTES == 0)
 
 
-def _aligned(nbytes: int) -> Memory:
+def aligned(nbytes: int) -> Memory:
+    """New memory that starts at a page; nothing of it is there before it is touched."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)

@@ -138,9 +138,9 @@ def test_large_targets_are_filled_without_a_copy(tmp_path: Path) -> None:
     buffers: list[Any] = []
 
     def new_buffer(nbytes: int) -> Any:
-        from lightning_hetckpt.checkpoint.span_reader import _aligned
+        from lightning_hetckpt.checkpoint.span_reader import aligned
 
-        buffers.append(_aligned(nbytes))
+        buffers.append(aligned(nbytes))
         return buffers[-1]
 
     held = memory(2**20)
