@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetckpt import host
-from lightning_hetckpt.checkpoint import publish, restore, rng_state
-from lightning_hetckpt.checkpoint.verify import is_checkpoint
+from lightning_hetckpt.checkpoint import publish, rng_state
 from lightning_hetckpt.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -108,12 +107,14 @@ def restore_streams(trainer: Trainer, path: str | Path | None) -> None:
     of stock Lightning has none: nothing happens.
 
     Args:
-        path: the checkpoint that this fit resumed from, if any.
+        path: the checkpoint that this fit resumed from, if any; what the ranks kept was read with it.
     """
-    if not path or not is_checkpoint(Path(path)):
+    states = getattr(trainer.strategy.checkpoint_io, "rank_states", None)
+    if not path or states is None:
         return
     try:
-        states = restore.load_rank_states(Path(path))
+        if isinstance(states, CheckpointError):
+            raise states
         if len(states) == trainer.world_size:
             if states[trainer.global_rank]:
                 rng_state.restore(states[trainer.global_rank])

@@ -60,6 +60,7 @@ RINGS = {
     "host": DOORS,
     "resume": DOORS,
     "loaders": DOORS,
+    "loading": DOORS,
     "strategy": DOORS,
     "callbacks": DOORS,
     "checkpoint_io": DOORS,
