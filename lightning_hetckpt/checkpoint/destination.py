@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetckpt.checkpoint.direct_reads import Memory
-from lightning_hetckpt.checkpoint.manifest import DTYPE_BYTES, FileEntry, PieceEntry, TensorEntry
+from lightning_hetckpt.checkpoint.manifest import DTYPE_BYTES, FileEntry, PieceEntry, TensorEntry, box
 from lightning_hetckpt.checkpoint.span_reader import Target
 from lightning_hetckpt.checkpoint.state_tree import DTYPE_OF, as_bytes
 
@@ -40,9 +40,8 @@ class Box:
 
 def box_of(entry: TensorEntry, piece: PieceEntry) -> Box:
     """The part of the tensor that `piece` holds."""
-    if not entry.shape:
-        return Box((), ())
-    return Box((piece.row, *(0 for _ in entry.shape[1:])), (piece.rows, *entry.shape[1:]))
+    ranges = box(entry.shape, piece)
+    return Box(tuple(start for start, _ in ranges), tuple(size for _, size in ranges))
 
 
 def targets(
