@@ -60,6 +60,7 @@ RINGS = {
     "checkpoint.sharded_plan": TORCH,
     "checkpoint.stripe_files": TORCH,
     "checkpoint.dcp": TORCH,
+    "checkpoint.parameter_names": TORCH,
     "host": DOORS,
     "resume": DOORS,
     "loaders": DOORS,

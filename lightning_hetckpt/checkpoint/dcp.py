@@ -52,11 +52,14 @@ from lightning_hetckpt.checkpoint.layout import META_NAME, build_folder, new_id
 from lightning_hetckpt.checkpoint.ledger import Ledger, Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry, TensorEntry
 from lightning_hetckpt.checkpoint.meta import open_meta, pack_meta
+from lightning_hetckpt.checkpoint.parameter_names import by_name, parameter_names, saved_names
 from lightning_hetckpt.checkpoint.sharded_plan import Held, RankPlan, plan_shards
 from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES, Target
 from lightning_hetckpt.checkpoint.state_tree import FlatState, Place
 from lightning_hetckpt.checkpoint.stripe_files import StripeFiles, write_small
 from lightning_hetckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+
+__all__ = ["StripedStorageReader", "StripedStorageWriter", "parameter_names"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,6 +229,9 @@ class StripedStorageReader(StorageReader):
     Args:
         path: the checkpoint, where `load` names no `checkpoint_id`.
         weights_only: as in `torch.load`, for what is no tensor; None is True.
+        by_name: show the optimizer states of a Trainer by the names of their parameters, as
+            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has them. True takes the names that
+            HeteroDDP and SnapshotCallback saved; else give what `parameter_names` says of each optimizer.
         buffer_bytes: memory that a load may use besides what it fills.
         direct: go past the page cache where the drives allow it.
 
@@ -241,11 +247,13 @@ class StripedStorageReader(StorageReader):
         self,
         path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        by_name: bool | Sequence[Sequence[str]] = False,
         buffer_bytes: int = BUFFER_BYTES,
         direct: bool = True,
     ) -> None:
         self.path = Path(path) if path is not None else None
         self.bytes_read = 0
+        self._by_name = by_name
         self._weights_only = weights_only
         self._buffer_bytes = buffer_bytes
         self._direct = direct
@@ -270,7 +278,7 @@ class StripedStorageReader(StorageReader):
         entries = reader.manifest.tensors
         stand_ins = {place: _stand_in(entries[name]) for place, name in skeleton.places.items()}
         names = {id(stand_ins[place]): name for place, name in skeleton.places.items()}
-        flat, mappings = flatten_state_dict(skeleton.fill(stand_ins))
+        flat, mappings = flatten_state_dict(self._named(skeleton.fill(stand_ins)))
         self._stored = {fqn: entries[names[id(leaf)]] for fqn, leaf in flat.items() if id(leaf) in names}
         self._objects = {fqn: leaf for fqn, leaf in flat.items() if fqn not in self._stored}
         known: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in self._objects}
@@ -281,6 +289,21 @@ class StripedStorageReader(StorageReader):
             chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             known[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
         return Metadata(known, planner_data=mappings, storage_meta=StorageMeta(checkpoint_id=self.path))
+
+    def _named(self, tree: dict[Any, Any]) -> dict[Any, Any]:
+        """`tree`, with the optimizer states by name if that is wanted."""
+        if self._by_name is False:
+            return tree
+        states = []
+        for number, state in enumerate(tree.get("optimizer_states", ())):
+            names = saved_names(tree, number) if self._by_name is True else self._by_name[number]
+            if names is None:
+                raise CheckpointError(
+                    f"{self.path}: the names of the optimizers' parameters were not saved. Give them: "
+                    "StripedStorageReader(by_name=[parameter_names(model, optimizer)]) with both as they were."
+                )
+            states.append(by_name(state, names))
+        return {**tree, "optimizer_states": states}
 
     @override
     def set_up_storage_reader(
