@@ -195,6 +195,7 @@ class SnapshotCallback(Callback):
     ) -> None:
         plugin, folder = _plugin(trainer), self.folder(trainer)
         checkpoint = host.dump_checkpoint(trainer)
+        resume.note_names(checkpoint, pl_module, trainer.optimizers)
         figures = {
             "dump_ms": 1e3 * (perf_counter() - began_s),
             "wait_ms": 1e3 * (began_s - due_s),

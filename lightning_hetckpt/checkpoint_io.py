@@ -12,14 +12,18 @@ from typing import Any, Literal
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetckpt.channel import present_channel
+from lightning_hetckpt import host, loading
+from lightning_hetckpt.channel import Channel, SoloChannel, present_channel
 from lightning_hetckpt.checkpoint import restore
 from lightning_hetckpt.checkpoint.drives import find
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, META_NAME
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot, Snapshotter
+from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES
+from lightning_hetckpt.checkpoint.together import SharedReader, group_broadcast
 from lightning_hetckpt.checkpoint.verify import is_checkpoint
 from lightning_hetckpt.errors import CheckpointError, ConfigurationError
 
@@ -79,6 +83,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         self.direct = direct
         self.snapshots = snapshots
         self.resume_from: Path | None = None  # the parent of the next checkpoint
+        self.rank_states: list[bytes] | CheckpointError | None = (
+            None  # of the checkpoint that a Trainer loaded last
+        )
         self._run_failed = False
         self._engine: Snapshotter | None = None  # from the first save to `teardown`
 
@@ -138,6 +145,10 @@ class StripedAsyncCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """The checkpoint at `path`: a folder of ours, its meta.pt, or a file of stock Lightning.
 
+        Where a Trainer restores from a folder of ours, its ranks read each byte once between them, the model's
+        tensors are filled in place where no hook wants to see the values first, and optimizer state is made on its
+        final device, or not read at all outside of `fit`.
+
         Args:
             map_location: as in `torch.load`; None is the CPU.
             weights_only: as in `torch.load`; None is True.
@@ -149,14 +160,38 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         """
         folder = _folder_of(Path(path))
         self.wait(folder)
-        if not is_checkpoint(folder) and not folder.is_dir() and (folder.exists() or "://" in str(path)):
+        self.rank_states = None
+        trainer = host.restoring_trainer()
+        ranks: Channel = SoloChannel() if trainer is None else present_channel()
+        ours = any(ranks.all_gather(is_checkpoint(folder)))
+        if not ours and not folder.is_dir() and (folder.exists() or "://" in str(path)):
             stock = TorchCheckpointIO()
             return stock.load_checkpoint(path, map_location or _stay_on_cpu, weights_only)
-        loaded = restore.load(folder, weights_only, map_location)
+        if trainer is None:
+            loaded = restore.load(folder, weights_only, map_location, reader=self._solo(folder))
+        else:
+            reader = self._solo(folder) if ranks.size == 1 else self._shared(folder, ranks, trainer)
+            loaded = loading.load_for(trainer, reader, weights_only)
+            self.rank_states = loading.rank_states(reader)
         self.resume_from = folder
         if self._engine is not None:
             self._engine.resumed_from(folder)
         return loaded
+
+    def _solo(self, folder: Path) -> restore.Reader:
+        return restore.SoloReader(folder, self.buffer_bytes or BUFFER_BYTES, self.direct is not False)
+
+    def _shared(self, folder: Path, ranks: Channel, trainer: Trainer) -> restore.Reader:
+        device = trainer.strategy.root_device
+        over_cpu = device.type == "cpu" or "gloo" in str(dist.get_backend())
+        return SharedReader(
+            folder,
+            ranks,
+            group_broadcast(),
+            "cpu" if over_cpu else device,
+            self.buffer_bytes or BUFFER_BYTES,
+            self.direct is not False,
+        )
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -130,6 +130,25 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return checkpoint
 
 
+def restoring_trainer() -> Trainer | None:
+    """The Trainer that is restoring itself, on all ranks at once, if our caller was called by that; else None.
+
+    CheckpointIO is told neither by an argument nor by a hook. Of the callers only strategies and wrapped plugins
+    may stand between; anybody else just wants to look at a checkpoint.
+    """
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    frame = sys._getframe(1)
+    while isinstance(frame.f_locals.get("self"), CheckpointIO | Strategy) and frame.f_back is not None:
+        frame = frame.f_back
+    caller = frame.f_locals.get("self")
+    if isinstance(caller, _CheckpointConnector) and frame.f_code.co_name == "resume_start":
+        return caller.trainer
+    return None
+
+
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The Trainer's callbacks, in the order in which their hooks run; a copy."""
     return list(trainer.callbacks)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,8 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetckpt import host
-from lightning_hetckpt.checkpoint import publish, restore, rng_state
-from lightning_hetckpt.checkpoint.verify import is_checkpoint
+from lightning_hetckpt.checkpoint import parameter_names, publish, rng_state
 from lightning_hetckpt.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,6 +37,41 @@ def stable_tensors(module: LightningModule, optimizers: list[Optimizer]) -> list
             for state in optimizer.state.values():
                 tensors.extend(value for value in state.values() if isinstance(value, Tensor))
     return tensors
+
+
+def note_names(checkpoint: dict[str, Any], module: LightningModule, optimizers: list[Optimizer]) -> None:
+    """Write down in `checkpoint` whose state each optimizer keeps, for optimizers in another order later on."""
+    if "optimizer_states" in checkpoint:
+        checkpoint[parameter_names.KEY] = [_names_of(module, one) for one in optimizers]
+
+
+def fit_optimizers(
+    checkpoint: Mapping[str, Any], module: LightningModule, optimizers: list[Optimizer]
+) -> dict[str, Any]:
+    """`checkpoint` with the optimizer states in the order of these optimizers."""
+    states = list(checkpoint["optimizer_states"])
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False)):
+        names, saved = _names_of(module, optimizer), parameter_names.saved_names(checkpoint, number)
+        if names and "param_groups" in state:
+            sizes = parameter_names.group_sizes(optimizer)
+            states[number] = parameter_names.fitted(state, saved, names.split("\n"), sizes)
+    return {**checkpoint, "optimizer_states": states}
+
+
+_names: WeakKeyDictionary[Optimizer, tuple[list[int], str]] = WeakKeyDictionary()  # milliseconds to collect
+
+
+def _names_of(module: LightningModule, optimizer: Optimizer) -> str:
+    """The names of its parameters, or nothing where it has some that are not the module's."""
+    sizes = parameter_names.group_sizes(optimizer)
+    known = _names.get(optimizer)
+    if known is None or known[0] != sizes:
+        try:
+            text = parameter_names.spelled(parameter_names.parameter_names(module, optimizer))
+        except CheckpointError:
+            text = ""
+        known = _names[optimizer] = sizes, text
+    return known[1]
 
 
 def newest_snapshot(trainer: Trainer, rival_s: float | None) -> Path | None:
@@ -108,12 +144,14 @@ def restore_streams(trainer: Trainer, path: str | Path | None) -> None:
     of stock Lightning has none: nothing happens.
 
     Args:
-        path: the checkpoint that this fit resumed from, if any.
+        path: the checkpoint that this fit resumed from, if any; what the ranks kept was read with it.
     """
-    if not path or not is_checkpoint(Path(path)):
+    states = getattr(trainer.strategy.checkpoint_io, "rank_states", None)
+    if not path or states is None:
         return
     try:
-        states = restore.load_rank_states(Path(path))
+        if isinstance(states, CheckpointError):
+            raise states
         if len(states) == trainer.world_size:
             if states[trainer.global_rank]:
                 rng_state.restore(states[trainer.global_rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -429,6 +429,7 @@ class HeteroDDP(DDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        resume.note_names(checkpoint, module, self.optimizers)
         snapshot = plugin.begin(
             checkpoint,
             self.broadcast(filepath),
@@ -472,6 +473,13 @@ class HeteroDDP(DDPStrategy):
             host.reopen_cut_epoch(checkpoint)
         resume.prepare(self._trainer(), checkpoint)
         return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        super().load_optimizer_state_dict(
+            resume.fit_optimizers(checkpoint, self.lightning_module, self.optimizers)
+        )
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -57,17 +57,21 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class PieceEntry:
-    """Rows [row, row + rows) of a tensor, `offset` bytes from the start of `file`."""
+    """Rows [row, row + rows) of a tensor, `offset` bytes from the start of `file`.
+
+    `columns` is (start, size) in each further dimension, for a shard that holds only a part of its rows.
+    """
 
     file: str
     offset: int
     row: int
     rows: int
+    columns: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One stored tensor; its pieces are in row order and cover it exactly once."""
+    """One stored tensor; its pieces are in order and cover it exactly once."""
 
     dtype: str  # safetensors code of the stored bytes
     shape: tuple[int, ...]
@@ -154,7 +158,9 @@ def spell_tensors(tensors: Mapping[str, TensorEntry]) -> str:
                 "shape": t.shape,
                 "complex": t.complex,
                 "pieces": [
-                    {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows} for p in t.pieces
+                    {"file": p.file, "offset": p.offset, "row": p.row, "rows": p.rows}
+                    | ({"columns": p.columns} if p.columns else {})
+                    for p in t.pieces
                 ],
             }
             for name, t in tensors.items()
@@ -239,6 +245,9 @@ def _tensor(name: str, value: Any) -> TensorEntry:
     ):
         raise DamageError(f"tensor {name!r} is {parts!r} stored as {dtype} {shape}, expected its real view")
     pieces = tuple(_piece(name, piece) for piece in array(get["pieces"], f"pieces of {name!r}"))
+    if any(piece.columns for piece in pieces):
+        _check_boxes(name, shape, pieces)
+        return TensorEntry(dtype, shape, pieces, parts)
     row = 0
     for piece in pieces:
         if piece.row != row or (piece.rows == 0 and rows > 0):
@@ -252,17 +261,55 @@ def _tensor(name: str, value: Any) -> TensorEntry:
 
 
 def _piece(name: str, value: Any) -> PieceEntry:
-    get = fields(value, f"a piece of {name!r}", {"file", "offset", "row", "rows"})
+    names = {"file", "offset", "row", "rows"}
+    is_box = type(value) is dict and "columns" in value
+    get = fields(value, f"a piece of {name!r}", names | {"columns"} if is_box else names)
     row, rows, offset = (whole(get[key], f"{key} of {name!r}") for key in ("row", "rows", "offset"))
-    return PieceEntry(text(get["file"], f"file of {name!r}"), offset, row, rows)
+    columns = []
+    for column in array(get["columns"], f"columns of {name!r}") if is_box else []:
+        numbers = [whole(number, f"columns of {name!r}") for number in array(column, f"columns of {name!r}")]
+        if len(numbers) != 2:
+            raise DamageError(f"columns of {name!r} hold {len(numbers)} numbers, expected start and size")
+        columns.append((numbers[0], numbers[1]))
+    return PieceEntry(text(get["file"], f"file of {name!r}"), offset, row, rows, tuple(columns))
+
+
+def box(shape: tuple[int, ...], piece: PieceEntry) -> tuple[tuple[int, int], ...]:
+    """(start, size) of a piece in every dimension of its tensor."""
+    if not shape:
+        return ()
+    return (piece.row, piece.rows), *(piece.columns or ((0, size) for size in shape[1:]))
+
+
+def piece_bytes(entry: TensorEntry, piece: PieceEntry) -> int:
+    """How many bytes of its file a piece takes."""
+    return math.prod(size for _, size in box(entry.shape, piece)) * DTYPE_BYTES[entry.dtype]
+
+
+def _check_boxes(name: str, shape: tuple[int, ...], pieces: tuple[PieceEntry, ...]) -> None:
+    """Boxes within the tensor, of which no two overlap, that have as many numbers as it has: they cover it once."""
+    boxes = [box(shape, piece) for piece in pieces]
+    for one in boxes:
+        if len(one) != len(shape) or any(
+            size < 1 or start + size > whole for (start, size), whole in zip(one, shape, strict=True)
+        ):
+            raise DamageError(f"tensor {name!r} of shape {shape} has a piece at {one}")
+    if sum(math.prod(size for _, size in one) for one in boxes) != math.prod(shape):
+        raise DamageError(f"tensor {name!r}: its {len(pieces)} pieces do not hold shape {shape}")
+    beside: list[tuple[tuple[int, int], ...]] = []  # that may reach into the rows of the next ones
+    for one in sorted(boxes):
+        beside = [other for other in beside if sum(other[0]) > one[0][0]]
+        for other in beside:
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True)):
+                raise DamageError(f"tensor {name!r}: pieces at {one} and {other} overlap")
+        beside.append(one)
 
 
 def _check_pieces(manifest: Manifest) -> None:
     spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
-        row_bytes = measure(tensor.dtype, tensor.shape, name)[1]
         for piece in tensor.pieces:
-            spans[piece.file].append((piece.offset, piece.offset + piece.rows * row_bytes, name))
+            spans[piece.file].append((piece.offset, piece.offset + piece_bytes(tensor, piece), name))
     for file, taken in spans.items():
         if file not in manifest.files:
             raise DamageError(f"tensor {taken[0][2]!r} lies in {file!r}, which is not a listed file")

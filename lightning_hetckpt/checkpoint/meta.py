@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +78,92 @@ def _saved(plain: dict[Any, Any]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A checkpoint without its tensors, and what is known of them besides their bytes."""
+
+    tree: dict[Any, Any]  # None stands where a tensor was
+    places: dict[Place, str]  # of every tensor, and the name under which it is stored
+    strides: dict[str, tuple[int, ...]]  # of those that were not row-major in memory
+    devices: dict[str, str]  # of those that were not on the CPU
+
+    def fill(self, tensors: Mapping[Place, Tensor]) -> dict[Any, Any]:
+        """The tree with a tensor at every place: the same types, keys, order and empty containers. Once only.
+
+        Raises:
+            CorruptCheckpointError: a place is not in the tree.
+        """
+        walk = _Refill(tensors)
+        tree: dict[Any, Any] = walk.fill(self.tree, ())
+        if walk.filled != len(self.places):
+            raise CorruptCheckpointError(
+                f"meta.pt names {len(self.places)} places of tensors, {walk.filled} of them were found. "
+                "Resume from another snapshot."
+            )
+        return tree
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        """A tensor without values that lies in memory as the saved one did.
+
+        Raises:
+            CorruptCheckpointError: its strides do not fit its shape.
+        """
+        strides = self.strides.get(name)
+        if strides is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        if len(strides) != len(shape) or not _is_dense(shape, strides):
+            raise CorruptCheckpointError(
+                f"meta.pt and the stripes do not fit together (strides {strides} of {name} for the shape "
+                f"{tuple(shape)}). Resume from another snapshot."
+            )
+        return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+
+    def relocated(self, name: str, tensor: Tensor, map_location: Any) -> Tensor:
+        """`tensor`, which was read to the CPU, where `torch.load` would have put it; None is the CPU."""
+        return _relocated(
+            tensor, self.devices.get(name, "cpu"), "cpu" if map_location is None else map_location
+        )
+
+
+def open_meta(data: bytes, weights_only: bool | None, map_location: Any = None) -> Skeleton:
+    """What `pack_meta` made of a checkpoint.
+
+    Args:
+        weights_only: as in `torch.load`; None is True.
+        map_location: as in `torch.load`, but None is the CPU; for the tensors that no stripe could hold.
+
+    Raises:
+        CheckpointError: it holds objects that only `weights_only=False` may load.
+        CorruptCheckpointError: it is something else.
+    """
+    location = "cpu" if map_location is None else map_location
+    try:
+        tree = torch.load(io.BytesIO(data), map_location=location, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"meta.pt holds objects that are not plain data ({str(error).partition(chr(10))[0]:.200}). If you "
+            "trust the checkpoint, pass weights_only=False to `trainer.fit` or to `load_checkpoint`."
+        ) from error
+    try:
+        user = tree[KEY]
+        about = torch.load(io.BytesIO(user["places"]), weights_only=weights_only is not False)
+        for path, part in user.get("parts", ()):
+            _put(tree, path, torch.load(io.BytesIO(part), weights_only=weights_only is not False)["part"])
+        skeleton = Skeleton(
+            tree,
+            {tuple(path): str(name) for path, name in about["tensors"]},
+            dict(about["strides"]),
+            dict(about["devices"]),
+        )
+    except (LookupError, TypeError, ValueError, EOFError, RuntimeError) as error:
+        raise _unfit(error) from error
+    if "user" in user:
+        tree[KEY] = user["user"]
+    else:
+        del tree[KEY]
+    return skeleton
+
+
 def unpack_meta(
     data: bytes, tensors: Mapping[str, Tensor], weights_only: bool | None, map_location: Any = None
 ) -> dict[Any, Any]:
@@ -92,38 +179,19 @@ def unpack_meta(
         CheckpointError: it holds objects that only `weights_only=False` may load.
         CorruptCheckpointError: its places and `tensors` do not fit together.
     """
-    location = "cpu" if map_location is None else map_location
+    skeleton = open_meta(data, weights_only, map_location)
     try:
-        skeleton = torch.load(io.BytesIO(data), map_location=location, weights_only=weights_only is not False)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"meta.pt holds objects that are not plain data ({str(error).partition(chr(10))[0]:.200}). If you "
-            "trust the checkpoint, pass weights_only=False to `trainer.fit` or to `load_checkpoint`."
-        ) from error
-    try:
-        user = skeleton[KEY]
-        about = torch.load(io.BytesIO(user["places"]), weights_only=weights_only is not False)
-        for path, part in user.get("parts", ()):
-            _put(skeleton, path, torch.load(io.BytesIO(part), weights_only=weights_only is not False)["part"])
-        places = {tuple(path): name for path, name in about["tensors"]}
         ready = {
-            name: _relocated(
-                _laid_out(tensors[name], about["strides"].get(name)),
-                about["devices"].get(name, "cpu"),
-                location,
+            name: skeleton.relocated(
+                name,
+                skeleton.empty(name, tensors[name].shape, tensors[name].dtype, "cpu").copy_(tensors[name]),
+                map_location,
             )
-            for name in dict.fromkeys(places.values())
+            for name in dict.fromkeys(skeleton.places.values())
         }
-    except (LookupError, TypeError, ValueError, EOFError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"meta.pt and the stripes do not fit together ({error!r:.200}). Resume from another snapshot."
-        ) from error
-    if "user" in user:
-        skeleton[KEY] = user["user"]
-    else:
-        del skeleton[KEY]
-    tree: dict[Any, Any] = _put_back(skeleton, places, ready)
-    return tree
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise _unfit(error) from error
+    return skeleton.fill({place: ready[name] for place, name in skeleton.places.items()})
 
 
 def _put(skeleton: Any, path: Sequence[Hashable], part: Any) -> None:
@@ -135,30 +203,24 @@ def _put(skeleton: Any, path: Sequence[Hashable], part: Any) -> None:
     skeleton[last] = part
 
 
-def _put_back(skeleton: Any, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> Any:
-    walk = _Refill(places, tensors)
-    tree = walk.fill(skeleton, ())
-    if walk.filled != len(places):
-        raise CorruptCheckpointError(
-            f"meta.pt names {len(places)} places of tensors, {walk.filled} of them were found. "
-            "Resume from another snapshot."
-        )
-    return tree
+def _unfit(error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"meta.pt and the stripes do not fit together ({error!r:.200}). Resume from another snapshot."
+    )
 
 
 class _Refill:
     """One pass over a skeleton. No closure: one that calls itself would hold every tensor until the next collection."""
 
-    def __init__(self, places: dict[Place, str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Place, Tensor]) -> None:
         self.filled = 0
-        self._places = places
         self._tensors = tensors
         self._done: dict[int, tuple[Any, Any]] = {}  # holds each old node too, so that no id comes up twice
 
     def fill(self, node: Any, path: Place) -> Any:
-        if node is None and path in self._places:
+        if node is None and path in self._tensors:
             self.filled += 1
-            return self._tensors[self._places[path]]
+            return self._tensors[path]
         kind = type(node)
         if kind not in (dict, OrderedDict, list, tuple):
             return node
@@ -182,14 +244,6 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
-
-
-def _laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    if strides is None:
-        return tensor
-    if not _is_dense(tensor.shape, strides):
-        raise ValueError(f"strides {strides} for the shape {tuple(tensor.shape)}")
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def _relocated(tensor: Tensor, saved_on: str, map_location: Any) -> Tensor:

@@ -4,169 +4,192 @@ from __future__ import annotations
 
 import base64
 import json
-from bisect import bisect_right
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from lightning_hetckpt.checkpoint.direct_io import read_into
+from lightning_hetckpt.checkpoint.destination import targets
+from lightning_hetckpt.checkpoint.direct_reads import Memory
 from lightning_hetckpt.checkpoint.layout import META_NAME, RANKS_NAME
-from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, measure
-from lightning_hetckpt.checkpoint.meta import unpack_meta
-from lightning_hetckpt.checkpoint.state_tree import DTYPE_OF, as_bytes
-from lightning_hetckpt.checkpoint.stripe_header import header_bytes, read_header
+from lightning_hetckpt.checkpoint.manifest import Manifest, TensorEntry
+from lightning_hetckpt.checkpoint.meta import Skeleton, open_meta
+from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES, Source, Target, read
+from lightning_hetckpt.checkpoint.state_tree import DTYPE_OF, Place
 from lightning_hetckpt.checkpoint.verify import check_files, read_manifest
 from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 
-_THREADS = 4
-_LENGTH_BYTES = 8  # of a stripe's header
+# Given a place, a shape and a dtype: the tensor to fill, a meta tensor where nothing is to be read, or None.
+Destination: TypeAlias = Callable[[Place, tuple[int, ...], torch.dtype], Tensor | None]
 
 
-def load(path: Path, weights_only: bool | None = None, map_location: Any = None) -> dict[Any, Any]:
+class Reader(Protocol):
+    """A committed checkpoint, open for reading by one process or by all ranks together."""
+
+    folder: Path
+    manifest: Manifest
+
+    def small(self, name: str) -> bytes:
+        """All bytes of the file `name`, checked."""
+        ...
+
+    def fill(self, wanted: Mapping[str, Sequence[Target]]) -> None:
+        """Fill all targets, by the file in which they lie, and check every hash on the way."""
+        ...
+
+
+class SoloReader:
+    """Reads for this process alone.
+
+    Args:
+        path: the checkpoint's folder, or `meta.pt` in it.
+        buffer_bytes: memory that a load may use besides what it fills.
+        direct: go past the page cache where the drives allow it.
+
+    Attributes:
+        bytes_read: from drives so far.
+
+    Raises:
+        CheckpointNotFoundError: no committed checkpoint lies there.
+        CorruptCheckpointError: names the file that is not what the manifest promises.
+    """
+
+    def __init__(self, path: Path, buffer_bytes: int = BUFFER_BYTES, direct: bool = True) -> None:
+        self.folder = path.parent if path.name == META_NAME else path
+        self.manifest = read_manifest(self.folder)
+        check_files(self.folder, self.manifest)
+        self.bytes_read = 0
+        self._buffer_bytes = buffer_bytes
+        self._direct = direct
+
+    def small(self, name: str) -> bytes:
+        """All bytes of the file `name`, checked."""
+        data = bytearray(self.manifest.files[name].nbytes)
+        self.fill({name: [Target(0, len(data), memory=_memory(data))]})
+        return bytes(data)
+
+    def fill(self, wanted: Mapping[str, Sequence[Target]]) -> None:
+        """Fill all targets, by the file in which they lie, and check every hash on the way."""
+        self.bytes_read += read(sources(self.folder, self.manifest, wanted), self._buffer_bytes, self._direct)
+
+
+def load(
+    path: Path,
+    weights_only: bool | None = None,
+    map_location: Any = None,
+    *,
+    destination: Destination | None = None,
+    reader: Reader | None = None,
+) -> dict[Any, Any]:
     """The dictionary that was saved, with every hash checked on the way.
 
     Args:
         path: the checkpoint's folder, or `meta.pt` in it.
         weights_only: as in `torch.load`; None tries True.
         map_location: as in `torch.load`, but None is the CPU.
+        destination: tensors that exist and are filled in place; where it gives None one is made. What was filled
+            before an error stays filled.
+        reader: an open checkpoint, where it is not this process alone that reads.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint lies there.
         CorruptCheckpointError: names the file whose bytes are not those that were written.
         CheckpointError: it holds objects that only `weights_only=False` may load.
     """
-    folder, manifest = _open(path)
-    if META_NAME not in manifest.files:
-        raise CorruptCheckpointError(f"{folder}: its manifest lists no {META_NAME}; use another checkpoint.")
-    tensors = {
-        name: torch.empty(entry.shape, dtype=DTYPE_OF[entry.dtype])
-        for name, entry in manifest.tensors.items()
-    }
-    targets = _targets(manifest, tensors)
-    for file in targets:
-        _check_owner(folder / file, manifest.files[file].snapshot or manifest.snapshot_id)
-    chunks = [
-        (manifest.files[file], offset)
-        for file in targets
-        for offset in range(0, manifest.files[file].nbytes, manifest.files[file].chunk_bytes)
-    ]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="hetckpt-read") as readers:
-        work = [readers.submit(_fill, folder, file, offset, targets[file.name]) for file, offset in chunks]
-        try:
-            meta = _read(folder, manifest.files[META_NAME])
-            for one in work:
-                one.result()
-        finally:
-            readers.shutdown(cancel_futures=True)
-    for name, entry in manifest.tensors.items():
-        if entry.complex is not None:
-            tensors[name] = torch.view_as_complex(tensors[name])
+    reader = reader or SoloReader(path)
+    if META_NAME not in reader.manifest.files:
+        raise CorruptCheckpointError(
+            f"{reader.folder}: its manifest lists no {META_NAME}; use another checkpoint."
+        )
     try:
-        return unpack_meta(meta, tensors, weights_only, map_location)
+        skeleton = open_meta(reader.small(META_NAME), weights_only, map_location)
+        made, given = _homes(skeleton, reader.manifest, map_location, destination)
+        wanted: dict[str, list[Target]] = {}
+        for name, tensor in [*made.items(), *given.values()]:
+            if not tensor.is_meta:
+                for file, target in targets(reader.manifest.tensors[name], tensor, reader.manifest.files):
+                    wanted.setdefault(file, []).append(target)
+        reader.fill(wanted)
+        if not isinstance(map_location, str | torch.device):
+            made = {name: skeleton.relocated(name, tensor, map_location) for name, tensor in made.items()}
+        return skeleton.fill(
+            {
+                place: given[place][1] if place in given else made[name]
+                for place, name in skeleton.places.items()
+            }
+        )
+    except CorruptCheckpointError as error:
+        if str(reader.folder) in str(error):
+            raise
+        raise CorruptCheckpointError(f"{reader.folder / META_NAME}: {error}") from error
     except CheckpointError as error:
-        raise type(error)(f"{folder / META_NAME}: {error}") from error
+        raise type(error)(f"{reader.folder / META_NAME}: {error}") from error
 
 
-def load_rank_states(path: Path) -> list[bytes]:
+def load_rank_states(path: Path, reader: Reader | None = None) -> list[bytes]:
     """What each rank kept for itself, in the order of the ranks that saved.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint lies there.
         CorruptCheckpointError: the file is damaged.
     """
-    folder, manifest = _open(path)
-    file = manifest.files.get(RANKS_NAME)
-    if file is None:
+    reader = reader or SoloReader(path)
+    if RANKS_NAME not in reader.manifest.files:
         return []
     try:
-        states = json.loads(_read(folder, file))["rank_states"]
+        states = json.loads(reader.small(RANKS_NAME))["rank_states"]
         return [base64.b64decode(state, validate=True) for state in states]
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{folder / RANKS_NAME}: expected the states of {manifest.world_size} ranks ({error!r:.80})."
+            f"{reader.folder / RANKS_NAME}: expected the states of {reader.manifest.world_size} ranks "
+            f"({error!r:.80})."
         ) from error
 
 
-def _open(path: Path) -> tuple[Path, Manifest]:
-    folder = path.parent if path.name == META_NAME else path
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
-    return folder, manifest
+def sources(folder: Path, manifest: Manifest, wanted: Mapping[str, Sequence[Target]]) -> list[Source]:
+    """What is to be read of which file, in the order of the manifest."""
+    return [
+        Source(folder / name, entry, wanted[name])
+        for name, entry in manifest.files.items()
+        if wanted.get(name)
+    ]
 
 
-def _check_owner(stripe: Path, snapshot_id: str) -> None:
-    """Without checksums nothing else tells a stripe of another snapshot."""
-    first = memoryview(bytearray(_LENGTH_BYTES))
-    read_into(stripe, 0, first)
-    head = memoryview(bytearray(header_bytes(bytes(first), stripe)))
-    read_into(stripe, 0, head)
-    found = read_header(bytes(head), stripe).snapshot_id
-    if found != snapshot_id:
-        raise CorruptCheckpointError(
-            f"{stripe}: belongs to the snapshot {found}, expected {snapshot_id}. Use another checkpoint."
-        )
+def logical(entry: TensorEntry) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a tensor as it was saved; complex numbers are stored as pairs of real ones."""
+    if entry.complex is not None:
+        return entry.shape[:-1], getattr(torch, entry.complex)
+    return entry.shape, DTYPE_OF[entry.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Bytes [start, start + len(memory)) of a file, and where they go."""
-
-    start: int
-    memory: np.ndarray[Any, np.dtype[np.uint8]]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.memory)
-
-
-def _targets(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, list[_Target]]:
-    """By file, what is to be read from it, in the order of its bytes."""
-    found: dict[str, list[_Target]] = {}
-    for name, entry in manifest.tensors.items():
-        memory = as_bytes(tensors[name]).numpy()
-        row_bytes = measure(entry.dtype, entry.shape, name)[1]
-        for piece in entry.pieces:
-            rows = memory[piece.row * row_bytes : (piece.row + piece.rows) * row_bytes]
-            if len(rows):
-                found.setdefault(piece.file, []).append(_Target(piece.offset, rows))
-    for targets in found.values():
-        targets.sort(key=lambda target: target.start)
-    return found
-
-
-def _fill(folder: Path, file: FileEntry, offset: int, targets: Sequence[_Target]) -> None:
-    """Read one chunk, check it, and copy what it holds to where it belongs."""
-    chunk = np.frombuffer(_read_chunk(folder, file, offset), np.uint8)
-    end = offset + len(chunk)
-    first = bisect_right(targets, offset, key=lambda target: target.end)
-    for target in targets[first:]:
-        if target.start >= end:
-            break
-        start, stop = max(target.start, offset), min(target.end, end)
-        np.copyto(
-            target.memory[start - target.start : stop - target.start], chunk[start - offset : stop - offset]
-        )
-
-
-def _read(folder: Path, file: FileEntry) -> bytes:
-    return b"".join(_read_chunk(folder, file, offset) for offset in range(0, file.nbytes, file.chunk_bytes))
-
-
-def _read_chunk(folder: Path, file: FileEntry, offset: int) -> memoryview:
-    chunk = memoryview(np.empty(min(file.chunk_bytes, file.nbytes - offset), np.uint8).data)
-    read_into(folder / file.name, offset, chunk)
-    if file.chunks:
-        found, expected = xxhash.xxh3_64_hexdigest(chunk), file.chunks[offset // file.chunk_bytes]
-        if found != expected:
+def _homes(
+    skeleton: Skeleton, manifest: Manifest, map_location: Any, destination: Destination | None
+) -> tuple[dict[str, Tensor], dict[Place, tuple[str, Tensor]]]:
+    """The tensors that are made, by name, so that tied places share one; and those that were there, by place."""
+    # At once on the device that is wanted, where that needs no question about each tensor.
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+    made: dict[str, Tensor] = {}
+    given: dict[Place, tuple[str, Tensor]] = {}
+    for place, name in skeleton.places.items():
+        if name not in manifest.tensors:
             raise CorruptCheckpointError(
-                f"{folder / file.name}: {len(chunk)} bytes at offset {offset} have the hash {found}, expected "
-                f"{expected}; they changed since they were written. Use another checkpoint."
+                f"meta.pt and the stripes do not fit together (it names {name!r}, which no stripe holds). "
+                "Resume from another snapshot."
             )
-    return chunk
+        shape, dtype = logical(manifest.tensors[name])
+        tensor = destination(place, shape, dtype) if destination is not None else None
+        if tensor is not None:
+            given[place] = name, tensor
+        elif name not in made:
+            made[name] = skeleton.empty(name, shape, dtype, device)
+    return made, given
+
+
+def _memory(data: bytearray) -> Memory:
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).numpy()
+        if data
+        else torch.empty(0, dtype=torch.uint8).numpy()
+    )

@@ -61,13 +61,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [row, row + rows) of a tensor, `offset` bytes from the start of the stripe's data section."""
+    """Rows [row, row + rows) of a tensor, `offset` bytes from the start of the stripe's data section.
+
+    `columns` is (start, size) in each further dimension where the piece holds only a part of its rows.
+    """
 
     name: str
     row: int
     rows: int
     nbytes: int
     offset: int
+    columns: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +144,14 @@ def file_tensors(
         data_start = headers[stripe.file]
         for p in stripe.pieces:
             pieces.setdefault(p.name, []).append(
-                PieceEntry(stripe.file, data_start + p.offset, p.row, p.rows)
+                PieceEntry(stripe.file, data_start + p.offset, p.row, p.rows, p.columns)
             )
     return {
         name: TensorEntry(
-            specs[name].dtype, specs[name].shape, tuple(sorted(of, key=lambda p: p.row)), specs[name].complex
+            specs[name].dtype,
+            specs[name].shape,
+            tuple(sorted(of, key=lambda p: (p.row, p.columns))),
+            specs[name].complex,
         )
         for name, of in pieces.items()
     }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_hetckpt.checkpoint.manifest import COMPLEX_PARTS
 from lightning_hetckpt.checkpoint.shard_plan import TensorSpec
+from lightning_hetckpt.errors import CheckpointError
 
 DTYPE_OF: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -150,10 +151,21 @@ def identity(tensor: Tensor) -> Hashable | None:
 
 def spec(name: str, tensor: Tensor) -> TensorSpec:
     """What the plan needs to know of `tensor`; complex numbers are stored as pairs of real ones."""
-    parts = _COMPLEX_NAME.get(tensor.dtype)
-    if parts is None:
-        return TensorSpec(name, _CODE_OF[tensor.dtype], tuple(tensor.shape))
-    return TensorSpec(name, COMPLEX_PARTS[parts], (*tensor.shape, 2), parts)
+    return spec_of(name, tensor.dtype, tuple(tensor.shape))
+
+
+def spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
+    """The same without the tensor.
+
+    Raises:
+        CheckpointError: no stripe can hold this dtype.
+    """
+    parts = _COMPLEX_NAME.get(dtype)
+    if parts is not None:
+        return TensorSpec(name, COMPLEX_PARTS[parts], (*shape, 2), parts)
+    if dtype not in _CODE_OF:
+        raise CheckpointError(f"{name}: a stripe cannot hold {dtype}; convert the tensor before saving it.")
+    return TensorSpec(name, _CODE_OF[dtype], shape)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

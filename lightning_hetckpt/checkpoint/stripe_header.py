@@ -39,6 +39,7 @@ class HeldPiece:
     row: int
     offset: int  # from the start of the data section
     nbytes: int
+    columns: tuple[int, ...] = ()  # where it starts in the further dimensions, if not at 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,12 @@ def build_header(stripe: StripePlan, specs: Mapping[str, TensorSpec], snapshot_i
         shape = specs[piece.name].shape
         held[piece.name] = {
             "dtype": specs[piece.name].dtype,
-            "shape": (piece.rows, *shape[1:]) if shape else (),
+            "shape": (piece.rows, *([n for _, n in piece.columns] or shape[1:])) if shape else (),
             "data_offsets": (piece.offset, piece.offset + piece.nbytes),
         }
         # torch.distributed.checkpoint learns from this that the tensor is larger than the piece.
-        offsets[piece.name] = {"saved_offsets": (piece.row, *(0 for _ in shape[1:])) if shape else ()}
+        start = piece.row, *([at for at, _ in piece.columns] or [0] * len(shape[1:]))
+        offsets[piece.name] = {"saved_offsets": start if shape else ()}
     about = {"snapshot": snapshot_id, "format": "pt", "DCP_SHARDING_INFO": _compact(offsets)}
     body = _compact({"__metadata__": about, **held}).encode()
     nbytes = padded(_LENGTH_BYTES + len(body))
@@ -138,9 +140,8 @@ def _piece(name: str, value: Any, sharding: Any) -> HeldPiece:
         )
     saved = fields(sharding, f"DCP_SHARDING_INFO of {name!r}", {"saved_offsets"})["saved_offsets"]
     place = _whole_numbers(saved, len(shape), f"saved_offsets of {name!r}")
-    if any(place[1:]):
-        raise DamageError(f"tensor {name!r} is cut at {place}, expected a cut along the first dimension")
-    return HeldPiece(get["dtype"], shape, place[0] if place else 0, start, end - start)
+    columns = tuple(place[1:]) if any(place[1:]) else ()
+    return HeldPiece(get["dtype"], shape, place[0] if place else 0, start, end - start, columns)
 
 
 def _whole_numbers(value: Any, count: int, what: str) -> list[int]:

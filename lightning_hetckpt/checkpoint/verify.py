@@ -80,19 +80,28 @@ def check_files(path: Path, manifest: Manifest) -> None:
         CorruptCheckpointError: names the first file that does not.
     """
     for entry in manifest.files.values():
-        file = path / entry.name
-        try:
-            found = file.stat()
-        except OSError as error:
-            raise CorruptCheckpointError(
-                f"{file}: cannot be read ({error.strerror}), expected {entry.nbytes} bytes; is its drive mounted?"
-            ) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise CorruptCheckpointError(f"{file}: {stat.filemode(found.st_mode)}, expected a plain file")
-        if found.st_size != entry.nbytes:
-            raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
-        if file.suffix == ".safetensors":
-            _check_owner(file, entry, entry.snapshot or manifest.snapshot_id)
+        check_file(path, entry, manifest.snapshot_id)
+
+
+def check_file(path: Path, entry: FileEntry, snapshot_id: str) -> None:
+    """The same of one file.
+
+    Raises:
+        CorruptCheckpointError: names it.
+    """
+    file = path / entry.name
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise CorruptCheckpointError(
+            f"{file}: cannot be read ({error.strerror}), expected {entry.nbytes} bytes; is its drive mounted?"
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptCheckpointError(f"{file}: {stat.filemode(found.st_mode)}, expected a plain file")
+    if found.st_size != entry.nbytes:
+        raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
+    if file.suffix == ".safetensors":
+        _check_owner(file, entry, entry.snapshot or snapshot_id)
 
 
 def _check_owner(file: Path, entry: FileEntry, snapshot_id: str) -> None:
