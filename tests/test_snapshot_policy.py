@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_hetckpt import HeteroDDP, SnapshotCallback, StripedAsyncCheckpointIO, callbacks
-from lightning_hetckpt.checkpoint import snapshotter
+from lightning_hetckpt.checkpoint import snapshotter, verify
 from lightning_hetckpt.checkpoint.publish import read_manifest
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
 from lightning_hetckpt.errors import ConfigurationError
@@ -357,3 +358,23 @@ def test_nothing_is_agreed_on_unless_asked_for(tmp_path: Path, monkeypatch: pyte
 def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         SnapshotCallback(**options)
+
+
+def test_the_last_checkpoint_of_a_step_shares_the_bytes_of_its_snapshot(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "best", every_n_train_steps=1, save_last=True)
+    trainer = toy.trainer(
+        tmp_path,
+        HeteroDDP(),
+        1,
+        max_steps=4,
+        enable_checkpointing=True,
+        plugins=[StripedAsyncCheckpointIO([tmp_path / "ssd"])],
+        callbacks=[SnapshotCallback(), saver],
+    )
+    trainer.fit(toy.Toy(), toy.loader(16, 4))
+    snapshot, last = tmp_path / "snapshots" / "step=4.ckpt", tmp_path / "best" / "last.ckpt"
+    (stripe,) = snapshot.glob("stripe-*-d*")
+    assert stripe.stat().st_nlink == 3  # and the best one
+    for path in (snapshot, last):
+        verify.verify(path)
+        assert (path / stripe.name).stat().st_ino == stripe.stat().st_ino

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -92,13 +93,13 @@ class Lender:
             self._newest = None
 
 
-def sample(tensors: Iterable[Tensor]) -> Sample:
+def sample(tensors: Collection[Tensor]) -> Sample:
     """The first bytes of some of the tensors, by device; read behind the work queued on the present streams."""
-    whole = [tensor for tensor in tensors if tensor.numel() and tensor.device.type in ("cpu", "cuda")]
     found: dict[torch.device, list[Tensor]] = {}
-    for tensor in whole[:: -(-len(whole) // _SAMPLED_TENSORS) or 1]:
-        row = tensor.detach()[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.detach().reshape(1)
-        found.setdefault(tensor.device, []).append(as_bytes(row[:_SAMPLED_ITEMS].contiguous()))
+    for tensor in islice(tensors, 0, None, -(-len(tensors) // _SAMPLED_TENSORS) or 1):
+        if tensor.numel() and tensor.device.type in ("cpu", "cuda"):
+            row = tensor.detach()[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.detach().reshape(1)
+            found.setdefault(tensor.device, []).append(as_bytes(row[:_SAMPLED_ITEMS].contiguous()))
     return {device: torch.cat(rows) for device, rows in found.items()}
 
 
@@ -107,4 +108,6 @@ def _has_failed(snapshot: Snapshot) -> bool:
 
 
 def _devices(folders: Iterable[Path]) -> list[int]:
-    return [folder.stat().st_dev for folder in folders]
+    # A folder that no save has made yet will lie where the nearest one above it lies.
+    made = (next(one for one in (folder, *folder.parents) if one.exists()) for folder in folders)
+    return [folder.stat().st_dev for folder in made]
