@@ -6,10 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.manifest import FileEntry, OverlayEntry, read_overlays, spell_overlays
 from lightning_hetckpt.errors import CommitError
 
 _LOOK_EVERY_S = 0.05  # at most, while waiting: bounds both the delay and the load on the store
@@ -44,17 +44,19 @@ class RankReport:
     plan: str  # fingerprint of the stripe plan that this rank followed
     rank_state: str = ""  # base64 of what is this rank's own, such as its RNG states
     error: str | None = None  # why it failed; no file counts then
+    overlays: Mapping[str, OverlayEntry] = field(default_factory=dict)  # of this rank's stripes
 
     def to_json(self) -> str:
         """The report as text for the store."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        plain = {**asdict(replace(self, overlays={})), "overlays": spell_overlays(self.overlays)}
+        return json.dumps(plain, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> RankReport:
         """The report that `to_json` spelled, by another rank of the same job."""
         plain = json.loads(data)
         files = tuple(FileEntry(**{**file, "chunks": tuple(file["chunks"])}) for file in plain.pop("files"))
-        return cls(files=files, **plain)
+        return cls(files=files, overlays=read_overlays(plain.pop("overlays")), **plain)
 
 
 def objection(reports: Iterable[RankReport]) -> str | None:

@@ -6,19 +6,21 @@ import base64
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from lightning_hetckpt.checkpoint.chain import Link
 from lightning_hetckpt.checkpoint.commit import RankReport, objection
 from lightning_hetckpt.checkpoint.crew import Crew
 from lightning_hetckpt.checkpoint.direct_io import fsync_folder
 from lightning_hetckpt.checkpoint.fleet import Fleet, Speeds
 from lightning_hetckpt.checkpoint.folders import remove_drive_folder, remove_tree
-from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME, drive_of_stripe
+from lightning_hetckpt.checkpoint.layout import PARTIAL_NAME, drive_of_stripe, stripe_of_delta
 from lightning_hetckpt.checkpoint.ledger import Ledger, Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.overlay import Overlay
 from lightning_hetckpt.checkpoint.sharing import share
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.errors import CheckpointError, CommitError, TornSnapshotError
@@ -39,6 +41,7 @@ class Save:
     drive_folders: tuple[Path, ...]  # made by this rank
     rank_state: bytes
     record: Record
+    link: Link | None = None  # where it may be the base of the next one
 
 
 # Everything that changes what lies under a visible name happens here, in the order in which it was asked for.
@@ -62,7 +65,8 @@ class Committer:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._last_save_failed = False
         self._ledger = Ledger(reuse)
-        self._newest: tuple[Record, list[FileEntry]] | None = None  # and what this rank wrote of it
+        # What this rank knows of it: its files, and what they say of each stripe.
+        self._newest: tuple[Record, list[FileEntry], Mapping[str, Overlay]] | None = None
         self.makes_links = True  # False once a file system has refused
         self._durable_folders: set[Path] = set()
         self._thread = threading.Thread(target=self._run, name="hetckpt-commit", daemon=True)
@@ -139,50 +143,73 @@ class Committer:
     def _commit_or_raise(self, save: Save) -> None:
         own_error: BaseException | None = None
         files: list[FileEntry] = []
+        overlays: Mapping[str, Overlay] = {}
         try:
             files = save.snapshot.files()
-            files += self._borrowed(save)
+            borrowed, overlays = self._borrowed(save)
+            files = [one for one in files if one.nbytes or stripe_of_delta(one.name) is None] + borrowed
             self._make_durable(save.drive_folders)
         except BaseException as raised:  # noqa: BLE001 (every rank must hear of it)
             own_error = raised
         self._newest = None
-        reason, torn = self._agree(save, files, own_error)
+        reason, torn = self._agree(save, files, overlays, own_error)
         if reason is not None:
             # Only on a clear no: where rank 0 could not be heard it may still publish this rank's stripes.
             _discard(save)
             kind = TornSnapshotError if torn else CommitError
             raise kind(f"{save.snapshot.path}: nothing was saved, {reason}") from own_error
-        self._newest = save.record, files
+        self._newest = save.record, files, overlays
+        if save.link is not None and save.snapshot.borrows_from is None:
+            save.link.end(save.record, files, overlays)
         for folder in save.drive_folders:  # where rank 0 could not see them
             with contextlib.suppress(OSError):  # the checkpoint stands; a sweep tries again
                 (folder / PARTIAL_NAME).unlink(missing_ok=True)
 
-    def _borrowed(self, save: Save) -> list[FileEntry]:
-        """The stripes that this rank's part shares with the save before, linked by now."""
+    def _borrowed(self, save: Save) -> tuple[list[FileEntry], Mapping[str, Overlay]]:
+        """What this rank's part shares with saves before, linked by now, and what it all says of each stripe."""
         lender_id = save.snapshot.borrows_from
         if lender_id is None:
-            return []
+            base = None if save.link is None else save.link.base
+            if save.link is None or base is None:
+                return [], {}
+            overlays: Mapping[str, Overlay] = save.link.overlays()
+            needed = {name for overlay in overlays.values() for name in overlay.files}
+            lent = [one for one in base.files if drive_of_stripe(one.name) is not None or one.name in needed]
+            return share(lent, base.record, save.record)[0], overlays
         if self._newest is None or self._newest[0].snapshot_id != lender_id:
             raise CheckpointError("it was to share the stripes of the save before, and that one failed")
-        lender, entries = self._newest
-        stripes = [entry for entry in entries if drive_of_stripe(entry.name) is not None]
+        lender, entries, overlays = self._newest
+        stripes = [
+            entry
+            for entry in entries
+            if drive_of_stripe(entry.name) is not None or stripe_of_delta(entry.name) is not None
+        ]
         files, all_links = share(stripes, lender, save.record)
         self.makes_links = self.makes_links and all_links
-        return files
+        return files, overlays
 
     def _agree(
-        self, save: Save, files: list[FileEntry], own_error: BaseException | None
+        self,
+        save: Save,
+        files: list[FileEntry],
+        overlays: Mapping[str, Overlay],
+        own_error: BaseException | None,
     ) -> tuple[str | None, bool]:
         """Why the save counts for nothing, or None, and whether that is because weights moved: on every rank."""
         speeds: list[Speeds | None] = []
         try:
-            return self._exchange(save, files, own_error, speeds)
+            return self._exchange(save, files, overlays, own_error, speeds)
         finally:
             # Whatever happened: a save that is begun later may be waiting for it.
             save.fleet.heard(save.serial, speeds[0] if speeds else None)
 
     def _exchange(
-        self, save: Save, files: list[FileEntry], own_error: BaseException | None, speeds: list[Speeds | None]
+        self,
+        save: Save,
+        files: list[FileEntry],
+        overlays: Mapping[str, Overlay],
+        own_error: BaseException | None,
+        speeds: list[Speeds | None],
     ) -> tuple[str | None, bool]:
         crew, serial = save.crew, save.serial
         crew.exchange.report(
@@ -193,6 +220,7 @@ class Committer:
                 save.plan,
                 base64.b64encode(save.rank_state).decode(),
                 None if own_error is None else f"{type(own_error).__name__}: {own_error}",
+                {file: overlay.entry() for file, overlay in overlays.items()},
             ),
         )
         if crew.rank != 0:

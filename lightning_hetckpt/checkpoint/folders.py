@@ -12,6 +12,7 @@ from lightning_hetckpt.checkpoint.direct_io import fsync_folder, write_durably
 from lightning_hetckpt.checkpoint.layout import (
     DRIVE_FOLDER,
     HIDDEN_PREFIX,
+    INCREMENTAL_NAME,
     MANIFEST_NAME,
     META_NAME,
     OWNER_NAME,
@@ -29,7 +30,7 @@ from lightning_hetckpt.errors import CheckpointError, CheckpointNotFoundError, C
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 _OUR_NAME = re.compile(
-    rf"stripe-.*\.safetensors|{'|'.join(map(re.escape, (MANIFEST_NAME, META_NAME, RANKS_NAME, OWNER_NAME)))}"
+    rf"stripe-.*\.safetensors|delta-.*\.bin|{re.escape(INCREMENTAL_NAME)}|{'|'.join(map(re.escape, (MANIFEST_NAME, META_NAME, RANKS_NAME, OWNER_NAME)))}"
 )
 
 

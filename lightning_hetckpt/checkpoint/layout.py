@@ -13,6 +13,7 @@ CHUNK_BYTES = 8 * 2**20  # one hash, one buffer, one write
 MANIFEST_NAME = "manifest.json"
 META_NAME = "meta.pt"
 RANKS_NAME = "ranks.json"
+INCREMENTAL_NAME = "incremental.safetensors"  # stops stock readers, which would take the stripes for all
 
 STRIPE_SUFFIX = ".safetensors"
 
@@ -38,6 +39,17 @@ def drive_of_stripe(file: str) -> int | None:
     """The drive number in a name that `stripe_name` spelled; None for any other file."""
     match = re.fullmatch(r"stripe-r\d{5,}-d(\d{2,})\.safetensors", file)
     return int(match[1]) if match else None
+
+
+def delta_name(stripe: str, snapshot_id: str) -> str:
+    """The file of what one snapshot changed in the file `stripe` of an earlier one."""
+    return f"delta-{stripe.removeprefix('stripe-').removesuffix(STRIPE_SUFFIX)}-{snapshot_id}.bin"
+
+
+def stripe_of_delta(file: str) -> str | None:
+    """The stripe in a name that `delta_name` spelled; None for any other file."""
+    match = re.fullmatch(r"delta-(r\d{5,}-d\d{2,})-[0-9a-f]{16}\.bin", file)
+    return f"stripe-{match[1]}{STRIPE_SUFFIX}" if match else None
 
 
 def is_stripe(file: str) -> bool:

@@ -11,15 +11,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from lightning_hetckpt.checkpoint.commit import RankReport
 from lightning_hetckpt.checkpoint.figures import Figures
 from lightning_hetckpt.checkpoint.folders import remove_tree
-from lightning_hetckpt.checkpoint.layout import RANKS_NAME
+from lightning_hetckpt.checkpoint.layout import INCREMENTAL_NAME, RANKS_NAME, stripe_of_delta
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest, TensorEntry, spell_tensors
 from lightning_hetckpt.checkpoint.publish import only_warn, put_in_place, scan, write_manifest
 from lightning_hetckpt.checkpoint.retention import SnapshotInfo, retire
 from lightning_hetckpt.checkpoint.spares import Spares
+from lightning_hetckpt.checkpoint.stripe_header import incremental_marker
 from lightning_hetckpt.checkpoint.verify import is_checkpoint, read_manifest
 from lightning_hetckpt.errors import CommitError
 
@@ -41,6 +43,11 @@ class Record:
     aliases: dict[str, str]
     stripes: Mapping[str, Path]  # of all ranks: file name -> folder
     write: Callable[[str, bytes], Future[FileEntry]]  # a further small file into the build folder
+    kind: Literal["full", "incremental", "differential"] = "full"
+
+    def folder_of(self, file: str) -> Path | None:
+        """The folder of a stripe, or of what changed in one; None of any other file."""
+        return self.stripes.get(stripe_of_delta(file) or file)
 
 
 class Ledger:
@@ -78,9 +85,18 @@ class Ledger:
         Raises:
             CommitError: the reports do not hold every stripe once.
         """
+        overlays = {file: one for report in reports for file, one in report.overlays.items()}
+        kind = record.kind
+        if not overlays:
+            kind = "full"
+        elif kind == "full":
+            kind = "incremental"  # it shares the stripes of one
         ranks = {"world_size": record.world_size, "rank_states": [report.rank_state for report in reports]}
         written = [entry for report in reports for entry in report.files]
         written.append(record.write(RANKS_NAME, json.dumps(ranks).encode()).result())
+        if overlays:
+            marker = incremental_marker(record.snapshot_id)
+            written.append(record.write(INCREMENTAL_NAME, marker).result())
         files = {entry.name: entry for entry in written}
         missing = sorted(set(record.stripes) - set(files))
         if missing or len(files) != len(written):
@@ -90,7 +106,9 @@ class Ledger:
             )
         figures.mark("durable_ms")
         figures.wrote(written, record.stripes)
-        _link(record.build, record.stripes)
+        _link(
+            record.build, {name: folder for name in files if (folder := record.folder_of(name)) is not None}
+        )
         # Found before the build folder gets its manifest, and with it the looks of an interrupted publication.
         found = self._checkpoints_in(record.path.parent)
         commit = max([self._commit, *(info.commit for info in found)]) + 1
@@ -99,7 +117,7 @@ class Ledger:
             run=record.run,
             parent=self._parent,
             commit=commit,
-            kind="full",
+            kind=kind,
             global_step=record.global_step,
             epoch=record.epoch,
             world_size=record.world_size,
@@ -108,6 +126,7 @@ class Ledger:
             tensors=record.tensors,
             aliases=record.aliases,
             figures=figures.as_dict(),
+            overlays=overlays,
         )
         write_manifest(record.build, manifest, self._spelled(record.tensors))
         displaced = put_in_place(record.build, record.path, record.snapshot_id)

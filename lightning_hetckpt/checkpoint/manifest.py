@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 import re
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from lightning_hetckpt.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, is_stripe
+from lightning_hetckpt.checkpoint.layout import FORMAT_VERSION, MANIFEST_NAME, is_stripe, stripe_of_delta
 from lightning_hetckpt.errors import CorruptCheckpointError
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ MAX_CHUNK_BYTES = 2**30  # a reader may hold one chunk in memory
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+_RANGE = struct.Struct("<4q")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 # The file starts with its own checksum, which is the sha256 of every byte behind those 64 digits:
@@ -70,6 +73,17 @@ class PieceEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlayEntry:
+    """Newer bytes of a stripe: `ranges` holds (start, nbytes, number of the file, offset in it) as 8-byte integers.
+
+    They are little-endian, sorted by start, and apart from each other.
+    """
+
+    files: tuple[str, ...]
+    ranges: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One stored tensor; its pieces are in order and cover it exactly once."""
 
@@ -87,7 +101,7 @@ class Manifest:
     run: str
     parent: str | None  # id of the snapshot that training came from
     commit: int  # grows with every commit of a snapshot folder, also when the step goes back
-    kind: Literal["full"]
+    kind: Literal["full", "incremental", "differential"]
     global_step: int
     epoch: int
     world_size: int
@@ -96,6 +110,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]  # name -> name of the tensor whose storage it shares
     figures: dict[str, float | dict[str, float]] = field(default_factory=dict)  # what the save cost
+    overlays: dict[str, OverlayEntry] = field(default_factory=dict)  # by stripe; none in a full snapshot
 
     def to_json(self, tensors: str | None = None) -> bytes:
         """The manifest's bytes: the same for equal manifests, signed against damage (not against forgery).
@@ -120,6 +135,7 @@ class Manifest:
             },
             "aliases": self.aliases,
             **({"figures": self.figures} if self.figures else {}),
+            **({"overlays": spell_overlays(self.overlays)} if self.overlays else {}),
         }
         # In the order of their names the tensors come last but one; they stay the same from save to save.
         text = (
@@ -147,6 +163,53 @@ class Manifest:
             raise CorruptCheckpointError(
                 f"{path}: not a sound manifest: {damage}. Resume from another snapshot."
             ) from None
+
+
+def spell_overlays(overlays: Mapping[str, OverlayEntry]) -> dict[str, Any]:
+    """Plain JSON data of them."""
+    return {
+        name: {"files": one.files, "ranges": base64.b64encode(one.ranges).decode()}
+        for name, one in overlays.items()
+    }
+
+
+def read_overlays(plain: Any) -> dict[str, OverlayEntry]:
+    """What `spell_overlays` spelled; raises DamageError where anybody else did."""
+    return _each(plain, "overlays", _overlay)
+
+
+def _overlay(name: str, value: Any) -> OverlayEntry:
+    get = fields(value, f"overlay of {name!r}", {"files", "ranges"})
+    files = tuple(
+        text(one, f"a file of the overlay of {name!r}")
+        for one in array(get["files"], f"files of the overlay of {name!r}")
+    )
+    try:
+        ranges = base64.b64decode(text(get["ranges"], f"ranges of {name!r}"), validate=True)
+    except ValueError as error:
+        raise DamageError(f"ranges of the overlay of {name!r}: {error}") from None
+    if len(ranges) % _RANGE.size or not ranges:
+        raise DamageError(f"overlay of {name!r}: {len(ranges)} bytes, expected a multiple of {_RANGE.size}")
+    return OverlayEntry(files, ranges)
+
+
+def _check_overlays(manifest: Manifest) -> None:
+    if bool(manifest.overlays) and manifest.kind == "full":
+        raise DamageError("a full snapshot with overlays, expected none")
+    for name, overlay in manifest.overlays.items():
+        if name not in manifest.files or not is_stripe(name) or not {*overlay.files} <= manifest.files.keys():
+            raise DamageError(f"overlay of {name!r} with {overlay.files}, expected listed files")
+        end = 0
+        for start, nbytes, number, offset in _RANGE.iter_unpack(overlay.ranges):
+            if start < end or nbytes < 1 or start + nbytes > manifest.files[name].nbytes:
+                raise DamageError(f"overlay of {name!r}: {nbytes} bytes at {start}, behind byte {end}")
+            if not 0 <= number < len(overlay.files) or not (
+                0 <= offset <= manifest.files[overlay.files[number]].nbytes - nbytes
+            ):
+                raise DamageError(
+                    f"overlay of {name!r}: {nbytes} bytes at {offset} of file {number}, which is shorter"
+                )
+            end = start + nbytes
 
 
 def spell_tensors(tensors: Mapping[str, TensorEntry]) -> str:
@@ -185,16 +248,19 @@ def _manifest(data: bytes) -> Manifest:
         raise DamageError(
             f"format version {version!r:.40}, this version of lightning_hetckpt reads {FORMAT_VERSION}"
         )
-    figures = plain.pop("figures", {})
-    get = fields(plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__} - {"figures"})
-    if get["kind"] != "full":
-        raise DamageError(f"kind {get['kind']!r:.40}, expected 'full'")
+    figures, overlays = plain.pop("figures", {}), plain.pop("overlays", {})
+    get = fields(
+        plain, "the manifest", {"checksum", "format_version", *Manifest.__slots__} - {"figures", "overlays"}
+    )
+    kind = get["kind"]
+    if kind not in ("full", "incremental", "differential"):
+        raise DamageError(f"kind {kind!r:.40}, expected 'full', 'incremental' or 'differential'")
     manifest = Manifest(
         snapshot_id=matching(ID_PATTERN, get["snapshot_id"], "snapshot_id"),
         run=matching(ID_PATTERN, get["run"], "run"),
         parent=None if get["parent"] is None else matching(ID_PATTERN, get["parent"], "parent"),
         commit=whole(get["commit"], "commit"),
-        kind="full",
+        kind=kind,
         global_step=whole(get["global_step"], "global_step"),
         epoch=whole(get["epoch"], "epoch"),
         world_size=whole(get["world_size"], "world_size", at_least=1),
@@ -203,10 +269,12 @@ def _manifest(data: bytes) -> Manifest:
         tensors=_each(get["tensors"], "tensors", _tensor),
         aliases=_each(get["aliases"], "aliases", lambda name, to: text(to, f"alias {name!r}")),
         figures=_each(figures, "figures", _figure),
+        overlays=read_overlays(overlays),
     )
     if any(file.snapshot == manifest.snapshot_id for file in manifest.files.values()):
         raise DamageError("a file is said to be another snapshot's, and that is this one")
     _check_pieces(manifest)
+    _check_overlays(manifest)
     for name, target in manifest.aliases.items():
         if name in manifest.tensors or target not in manifest.tensors:
             raise DamageError(f"alias {name!r} of {target!r}: expected a new name for a listed tensor")
@@ -220,8 +288,10 @@ def _file(name: str, value: Any) -> FileEntry:
     get = fields(
         value, f"file {name!r}", {"nbytes", "chunk_bytes", "chunks"} | ({"snapshot"} if is_shared else set())
     )
-    if is_shared and not is_stripe(name):
-        raise DamageError(f"{name!r} is said to be another snapshot's, expected that of stripes only")
+    if is_shared and not is_stripe(name) and stripe_of_delta(name) is None:
+        raise DamageError(
+            f"{name!r} is said to be another snapshot's, expected that of stripes and deltas only"
+        )
     snapshot = matching(ID_PATTERN, get["snapshot"], f"snapshot of {name!r}") if is_shared else None
     nbytes = whole(get["nbytes"], f"nbytes of {name!r}")
     chunk_bytes = whole(get["chunk_bytes"], f"chunk_bytes of {name!r}", 1, MAX_CHUNK_BYTES)

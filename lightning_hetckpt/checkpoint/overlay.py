@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hetckpt.checkpoint.manifest import OverlayEntry
+
 Ranges = NDArray[np.int64]  # rows of (start, nbytes, number of the file, offset in it)
 
 
@@ -26,6 +28,15 @@ class Overlay:
         table = np.array(ranges, dtype=np.int64)
         rows = np.column_stack([table[:, 0], table[:, 1], np.zeros(len(table), np.int64), table[:, 2]])
         return cls((file,), _joined(rows))
+
+    @classmethod
+    def read(cls, entry: OverlayEntry) -> Overlay:
+        """From a manifest."""
+        return cls(entry.files, np.frombuffer(entry.ranges, "<i8").astype(np.int64).reshape(-1, 4))
+
+    def entry(self) -> OverlayEntry:
+        """For a manifest."""
+        return OverlayEntry(self.files, self.ranges.astype("<i8").tobytes())
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ from lightning_hetckpt.checkpoint.direct_reads import Memory
 from lightning_hetckpt.checkpoint.layout import META_NAME, RANKS_NAME
 from lightning_hetckpt.checkpoint.manifest import Manifest, TensorEntry
 from lightning_hetckpt.checkpoint.meta import Skeleton, open_meta
+from lightning_hetckpt.checkpoint.redirect import redirect
 from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES, Source, Target, read
 from lightning_hetckpt.checkpoint.state_tree import DTYPE_OF, Place
 from lightning_hetckpt.checkpoint.verify import check_files, read_manifest
@@ -72,7 +73,8 @@ class SoloReader:
 
     def fill(self, wanted: Mapping[str, Sequence[Target]]) -> None:
         """Fill all targets, by the file in which they lie, and check every hash on the way."""
-        self.bytes_read += read(sources(self.folder, self.manifest, wanted), self._buffer_bytes, self._direct)
+        led = redirect(self.manifest, wanted)
+        self.bytes_read += read(sources(self.folder, self.manifest, led), self._buffer_bytes, self._direct)
 
 
 def load(

@@ -22,6 +22,7 @@ from lightning_hetckpt.checkpoint.shard_plan import (
 )
 from lightning_hetckpt.checkpoint.state_tree import spec
 from lightning_hetckpt.checkpoint.stripe_header import build_header
+from lightning_hetckpt.checkpoint.units import Segment, segments
 
 _Shapes = list[tuple[str, torch.dtype, torch.Size]]  # in order: all that a plan depends on
 
@@ -35,12 +36,23 @@ class SaveLayout:
     headers: dict[str, bytes]  # by file; `stamp_header` puts a snapshot's id in
     entries: dict[str, TensorEntry]  # for the manifest
     _chunks: dict[str, tuple[ChunkPlan, ...]] = field(default_factory=dict)
+    _cuts: dict[str, tuple[tuple[Segment, ...], ...]] = field(default_factory=dict)
 
     def chunks(self, stripe: StripePlan) -> tuple[ChunkPlan, ...]:
         """How the buffers of one stripe are filled; worked out for those that are asked for, once."""
         if stripe.file not in self._chunks:
             self._chunks[stripe.file] = plan_chunks(stripe, len(self.headers[stripe.file]), CHUNK_BYTES)
         return self._chunks[stripe.file]
+
+    def cuts(self, stripe: StripePlan, sparse: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
+        """How the buffers of one stripe are cut into units; worked out once.
+
+        Args:
+            sparse: name of each tensor whose rows change one by one, and the bytes of a row.
+        """
+        if stripe.file not in self._cuts:
+            self._cuts[stripe.file] = tuple(segments(stripe, one, sparse) for one in self.chunks(stripe))
+        return self._cuts[stripe.file]
 
 
 @dataclass(frozen=True, slots=True)

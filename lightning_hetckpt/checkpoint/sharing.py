@@ -13,10 +13,10 @@ import xxhash
 
 from lightning_hetckpt.checkpoint.direct_io import DirectFile, fsync_folder, read_into
 from lightning_hetckpt.checkpoint.folders import open_folder
-from lightning_hetckpt.checkpoint.layout import padded
+from lightning_hetckpt.checkpoint.layout import HIDDEN_PREFIX, new_id, padded
 from lightning_hetckpt.checkpoint.ledger import Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry
-from lightning_hetckpt.errors import CorruptCheckpointError
+from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 
 _log = logging.getLogger("lightning_hetckpt")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -39,18 +39,41 @@ def share(lent: Sequence[FileEntry], lender: Record, borrower: Record) -> tuple[
     """
     all_links = True
     for entry in lent:
-        folder = borrower.stripes[entry.name]
+        folder = _folder(borrower, entry.name)
         open_folder(folder, borrower.build, borrower.snapshot_id, borrower.path)
         all_links &= _link_or_copy(_place(lender, entry.name), folder / entry.name, entry)
-    for folder in {borrower.stripes[entry.name] for entry in lent}:
+    for folder in {_folder(borrower, entry.name) for entry in lent}:
         fsync_folder(folder)
     files = [replace(entry, snapshot=entry.snapshot or lender.snapshot_id, write_s=0.0) for entry in lent]
     return files, all_links
 
 
 def _place(lender: Record, name: str) -> Path:
-    folder = lender.stripes[name]
+    folder = _folder(lender, name)
     return (lender.path if folder == lender.build else folder) / name
+
+
+def _folder(record: Record, name: str) -> Path:
+    folder = record.folder_of(name)
+    if folder is None:
+        raise CheckpointError(
+            f"{record.path}: no stripe is called {name}, expected one of {[*record.stripes]}"
+        )
+    return folder
+
+
+def can_link(folder: Path) -> bool:
+    """Whether files in `folder`, which exists, can have a second name."""
+    one, other = folder / f"{HIDDEN_PREFIX}{new_id()}", folder / f"{HIDDEN_PREFIX}{new_id()}"
+    try:
+        one.touch()
+        os.link(one, other)
+        return True
+    except OSError:
+        return False
+    finally:
+        one.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
 
 
 def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_hetckpt.channel import Channel, SoloChannel, background_store
+from lightning_hetckpt.checkpoint.chain import Base, Chain, Frozen, Kind, Link
+from lightning_hetckpt.checkpoint.chunk_plan import ChunkPlan
 from lightning_hetckpt.checkpoint.commit import Store
 from lightning_hetckpt.checkpoint.committer import Committer, Save
 from lightning_hetckpt.checkpoint.crew import Crew
@@ -25,6 +28,7 @@ from lightning_hetckpt.checkpoint.layout import (
     CHUNK_BYTES,
     META_NAME,
     build_folder,
+    delta_name,
     drive_folder,
     drive_of,
     padded,
@@ -36,10 +40,12 @@ from lightning_hetckpt.checkpoint.meta import pack_meta
 from lightning_hetckpt.checkpoint.publish import sweep
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
+from lightning_hetckpt.checkpoint.sharing import can_link
+from lightning_hetckpt.checkpoint.sieve import Sieve
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.checkpoint.staging import Pour, Stager, pour
 from lightning_hetckpt.checkpoint.staging_pool import StagingPool
-from lightning_hetckpt.checkpoint.step_guard import StepGuard
+from lightning_hetckpt.checkpoint.step_guard import StepGuard, version_of
 from lightning_hetckpt.checkpoint.stripe_header import stamp_header
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
 from lightning_hetckpt.checkpoint.survey import Surveyor
@@ -64,6 +70,11 @@ class Snapshotter:
         channel: the ranks that save together.
         store: a connection to the job's store for the commit thread, made where there are more ranks than one.
         timeout_s: how long a rank that does not report is waited for.
+        save: "incremental" and "differential" checkpoints hold what changed since the one before, or since the
+            last full one, and share the rest with it by hard links.
+        full_every: checkpoints of a folder from one full one to the next.
+        verify_unchanged: how often, in checkpoints, tensors are compared that no optimizer owns and that seem
+            untouched.
     """
 
     def __init__(
@@ -75,6 +86,9 @@ class Snapshotter:
         channel: Channel | None = None,
         store: Callable[[], Store] = background_store,
         timeout_s: float = 300.0,
+        save: Kind = "full",
+        full_every: int = 20,
+        verify_unchanged: int = 10,
     ) -> None:
         self.channel: Channel = SoloChannel() if channel is None else channel
         self._auto = drives == "auto"
@@ -96,6 +110,9 @@ class Snapshotter:
         self._merged: tuple[SaveLayout, SaveLayout, dict[str, TensorEntry]] | None = None
         self._stager = Stager()
         self._lender = Lender()
+        self._kind: Kind = save
+        self._full_every, self._verify_unchanged = full_every, verify_unchanged
+        self._chains: dict[Path, Chain] = {}  # by folder
         self._committer = Committer(self._failures.__setitem__, reuse=checksum)
 
     def begin(
@@ -107,6 +124,8 @@ class Snapshotter:
         *,
         alone: bool = False,
         figures: Mapping[str, float] | None = None,
+        frozen: Collection[Tensor] = (),
+        sparse: Collection[Tensor] = (),
     ) -> Snapshot:
         """Begin to save `checkpoint` as `path`; on every rank of the channel, in the same order.
 
@@ -118,14 +137,22 @@ class Snapshotter:
             rank_state: what is this rank's own, such as the state of its random number generators.
             alone: this process saves all by itself, and every tensor is stable: fence before any changes.
             figures: what the caller measured, for the manifest of rank 0.
+            frozen: those of the stable tensors that nobody trains.
+            sparse: those of which a step changes a few rows only.
         """
         noted = Figures(figures)
         path = _canonical(path)
         crew, fleet = self._crew(path.parent, alone)
-        hosts = fleet.in_force(crew.upcoming)
+        chain = self._chain(path.parent, alone)
+        base = None if chain is None else chain.base()
+        hosts = fleet.in_force(crew.upcoming) if base is None else base.hosts
         found = self._surveyor.survey(checkpoint, None if alone else stable)
         live, owned = found.live, found.owned if crew.rank == 0 else {}
         shared = self._layouts.shared(live, hosts, found.likeness)
+        kind = "full" if chain is None else chain.next(shared.fingerprint)
+        if kind == "full" and base is not None:
+            base, hosts = None, fleet.in_force(crew.upcoming)
+            shared = self._layouts.shared(live, hosts, found.likeness)
         extra = self._layouts.owned(owned, found.likeness)
         serial, snapshot_id = crew.next_save()
         if crew.rank == 0 and path.parent not in self._swept:
@@ -151,9 +178,16 @@ class Snapshotter:
                 for stripe in (*shared.stripes, *extra.stripes)
             },
             lambda name, data: self._write(fleet, build / name, data),
+            kind,
         )
         mine = [stripe for stripe in shared.stripes if stripe.rank == crew.rank]
         lazy = self._pours(fleet, record, shared, mine, live)
+        link = None
+        if chain is not None:
+            seen = _seen(live, frozen)
+            lazy = self._sifted(lazy, shared, live, base, seen, sparse, snapshot_id)
+            link = Link(kind, base, tuple(hosts), shared.fingerprint, lazy, seen)
+            chain.begin(link)
         now = self._pours(fleet, record, extra, extra.stripes, owned)
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})
         earlier = [save for save in self._saves if not save.done()]
@@ -192,7 +226,9 @@ class Snapshotter:
             noted.mark("begin_ms")
             # Also of a save that failed here: the other ranks wait for a word about it.
             self._committer.save(
-                Save(snapshot, crew, fleet, serial, shared.fingerprint, folders, rank_state, record)
+                Save(
+                    snapshot, crew, fleet, serial, _plan_mark(shared, base), folders, rank_state, record, link
+                )
             )
         return snapshot
 
@@ -327,6 +363,59 @@ class Snapshotter:
             for stripe in stripes
         ]
 
+    def _chain(self, folder: Path, alone: bool) -> Chain | None:
+        """The chain of the checkpoints in `folder`, all of which are concluded; None where there are full ones only."""
+        if alone or self._kind == "full":
+            return None
+        if folder not in self._chains:
+            places = [Path(one or folder) for one in self._crews[alone][1].found.folders]
+            for place in places:
+                place.mkdir(parents=True, exist_ok=True)
+            if all(self.channel.all_gather(all(map(can_link, places)))):
+                self._chains[folder] = Chain(self._kind, self._full_every)
+            else:
+                _log.warning(
+                    "%s: this file system, or that of a drive, has no hard links; every checkpoint is full",
+                    folder,
+                )
+                self._kind = "full"
+                return None
+        _await(self._saves)  # the next one is compared with what became of them, on every rank alike
+        return self._chains[folder]
+
+    def _sifted(
+        self,
+        pours: list[Pour],
+        layout: SaveLayout,
+        live: Mapping[str, Tensor],
+        base: Base | None,
+        seen: Frozen,
+        sparse: Collection[Tensor],
+        snapshot_id: str,
+    ) -> list[Pour]:
+        """The same stripes with a sieve each; of one that is compared with a base, what changed is written."""
+        by_row = _rows_of(live, sparse)
+        untouched: set[str] = set()
+        if base is not None and base.length % self._verify_unchanged:
+            untouched = {name for name, _, _ in {*seen} & {*base.frozen}}
+        found = []
+        for one in pours:
+            cuts = layout.cuts(one.stripe, by_row)
+            if base is None:
+                found.append(replace(one, sieve=Sieve(cuts)))
+                continue
+            found.append(
+                replace(
+                    one,
+                    chunks=_moving(one, untouched) if untouched else one.chunks,
+                    header=stamp_header(one.header, base.full_id),
+                    path=one.path.parent / delta_name(one.stripe.file, snapshot_id),
+                    sieve=Sieve(cuts, base.hashes[one.stripe.file]),
+                    only_changes=True,
+                )
+            )
+        return found
+
     def _entries(self, shared: SaveLayout, extra: SaveLayout) -> dict[str, TensorEntry]:
         """Of both layouts; the same dictionary as long as they are the same."""
         known = self._merged
@@ -353,6 +442,43 @@ class Snapshotter:
 
     def _told(self, save: Snapshot) -> None:
         self._failures.pop(save, None)
+
+
+def _seen(live: Mapping[str, Tensor], frozen: Collection[Tensor]) -> Frozen:
+    """How the frozen ones among the live tensors look now."""
+    if not frozen:
+        return ()
+    addresses = set(map(Tensor.data_ptr, frozen))
+    return tuple(
+        (name, tensor.data_ptr(), version_of(tensor))
+        for name, tensor in live.items()
+        if not tensor.is_inference() and tensor.data_ptr() in addresses
+    )
+
+
+def _rows_of(live: Mapping[str, Tensor], sparse: Collection[Tensor]) -> dict[str, int]:
+    """The bytes of a row of each live tensor that is sparse, by name."""
+    addresses = {tensor.data_ptr(): tensor.shape for tensor in sparse if tensor.dim() > 1}
+    return {
+        name: tensor.nbytes // len(tensor)
+        for name, tensor in live.items()
+        if addresses and addresses.get(tensor.data_ptr()) == tensor.shape and tensor.nbytes
+    }
+
+
+def _moving(one: Pour, untouched: Collection[str]) -> list[ChunkPlan]:
+    """The buffers in which there is anything else than untouched tensors."""
+    pieces = [piece.name not in untouched for piece in one.stripe.pieces]
+    return [
+        chunk
+        for chunk in one.chunks
+        if any(map(pieces.__getitem__, (*chunk.small.pieces, *chunk.large.pieces)))
+    ]
+
+
+def _plan_mark(layout: SaveLayout, base: Base | None) -> str:
+    """What must be equal on all ranks: the plan, and what they compare with."""
+    return layout.fingerprint if base is None else f"{layout.fingerprint} {base.record.snapshot_id}"
 
 
 def _await(saves: Iterable[Snapshot]) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import add, attrgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,9 +24,10 @@ from lightning_hetckpt.checkpoint.chunk_plan import ChunkPlan, Cuts
 from lightning_hetckpt.checkpoint.lending import Loan, sample
 from lightning_hetckpt.checkpoint.manifest import FileEntry
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
+from lightning_hetckpt.checkpoint.sieve import Sieve
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.checkpoint.state_tree import as_bytes
-from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
+from lightning_hetckpt.checkpoint.stripe_writer import StripeFile, StripeWriter
 
 # The same function of the C library. Small pieces keep the interpreter's lock, since giving it up and asking for it
 # again takes longer than they do; while large ones are copied, training goes on.
@@ -48,6 +49,9 @@ class Pour:
     direct: bool
     checksum: bool
     prepare: Callable[[], None] | None = None  # makes the folder, in the drive's thread
+    sieve: Sieve | None = None
+    only_changes: bool = False  # write what the sieve finds changed
+    opened: list[StripeFile] = field(default_factory=list)  # the file, once it is
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +85,10 @@ def pour(pours: Sequence[Pour], pool: BufferPool) -> list[Future[FileEntry]]:
 
 def _chunks(one: Pour, pool: BufferPool) -> Generator[float, None, Future[FileEntry]]:
     """Hands over one chunk per turn and yields the share of the file that is done."""
-    file = one.writer.open(one.path, one.nbytes, one.direct, one.checksum, one.prepare)
+    file = one.writer.open(
+        one.path, one.nbytes, one.direct, one.checksum, one.prepare, one.sieve, one.only_changes
+    )
+    one.opened.append(file)
     try:
         sources = _Sources([one.tensors[piece.name] for piece in one.stripe.pieces])
         for chunk in one.chunks:

@@ -99,14 +99,14 @@ class Versions:
         self._tensors = tensors
         self.seen: list[int] | None = None  # for those that all keep a count
         try:
-            self._seen = self.seen = list(map(_version, tensors.values()))
+            self._seen = self.seen = list(map(version_of, tensors.values()))
         except RuntimeError:  # inference tensors keep no count
             self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
-            self._seen = list(map(_version, self._tensors.values()))
+            self._seen = list(map(version_of, self._tensors.values()))
 
     def moved(self) -> list[str]:
         """The names of the tensors that were changed in place since."""
-        now = map(_version, self._tensors.values())
+        now = map(version_of, self._tensors.values())
         return [
             name
             for name, seen, version in zip(self._tensors, self._seen, now, strict=True)
@@ -114,4 +114,4 @@ class Versions:
         ]
 
 
-_version = attrgetter("_version")  # the only name that autograd gives it
+version_of = attrgetter("_version")  # the only name that autograd gives it

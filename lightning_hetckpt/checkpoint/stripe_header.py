@@ -78,6 +78,18 @@ def build_header(stripe: StripePlan, specs: Mapping[str, TensorSpec], snapshot_i
     return length.to_bytes(_LENGTH_BYTES, "little") + body.ljust(length)
 
 
+def incremental_marker(snapshot_id: str) -> bytes:
+    """A file beside the stripes of an incremental checkpoint that makes stock readers stop, and say why.
+
+    They would take the stripes for all there is. It names a tensor of which `DCP_SHARDING_INFO` knows nothing.
+    """
+    key = "incremental snapshot: run `hetckpt consolidate`"
+    about = {"snapshot": snapshot_id, "format": "pt", "DCP_SHARDING_INFO": "{}"}
+    body = _compact({"__metadata__": about, key: {"dtype": "U8", "shape": (0,), "data_offsets": (0, 0)}})
+    length = padded(_LENGTH_BYTES + len(body)) - _LENGTH_BYTES
+    return length.to_bytes(_LENGTH_BYTES, "little") + body.encode().ljust(length)
+
+
 def stamp_header(header: bytes, snapshot_id: str) -> bytes:
     """The header of the same plan for another snapshot, without going through its tensors again."""
     return header[:_ID_FROM] + snapshot_id.encode() + header[_ID_FROM + len(snapshot_id) :]

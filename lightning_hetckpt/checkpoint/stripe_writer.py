@@ -15,9 +15,11 @@ from queue import SimpleQueue
 
 import xxhash
 
+from lightning_hetckpt.checkpoint.delta_file import DeltaFile
 from lightning_hetckpt.checkpoint.direct_io import DirectFile, fsync_folder
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, padded
 from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.sieve import Sieve
 from lightning_hetckpt.checkpoint.spares import take
 from lightning_hetckpt.errors import CheckpointError
 
@@ -40,6 +42,8 @@ class StripeFile:
     nbytes: int
     direct: bool
     checksum: bool
+    sieve: Sieve | None = None
+    delta: DeltaFile | None = None  # instead of `file`
     durable: Future[FileEntry] = field(default_factory=Future)
     file: DirectFile | None = None
     reused: bool = False  # a file of an older checkpoint is written over
@@ -62,6 +66,8 @@ class StripeFile:
         if self.file is not None:
             self.file.abort()
             self.file = None
+        if self.delta is not None:
+            self.delta.abort()
 
 
 class StripeWriter:
@@ -92,13 +98,20 @@ class StripeWriter:
         direct: bool,
         checksum: bool,
         prepare: Callable[[], None] | None = None,
+        sieve: Sieve | None = None,
+        only_changes: bool = False,
     ) -> StripeFile:
         """Begin a file of exactly `nbytes` bytes.
 
         Args:
             prepare: called first, in the drive's thread; its folder exists afterwards.
+            sieve: is shown every chunk.
+            only_changes: write what the sieve finds changed, one behind the other, and no file where nothing is;
+                `nbytes` is then the length of what it is compared with.
         """
-        stripe = StripeFile(path, nbytes, direct, checksum)
+        stripe = StripeFile(path, nbytes, direct, checksum, sieve)
+        if only_changes:
+            stripe.delta = DeltaFile(path, nbytes, direct)
         stripe.durable.set_running_or_notify_cancel()  # a cancelled future would take no result
         self._submit(partial(self._open, stripe, prepare))
         return stripe
@@ -162,6 +175,9 @@ class StripeWriter:
         with stripe.keeping_errors():
             if prepare is not None:
                 prepare()
+            if stripe.delta is not None:
+                self._open_files.add(stripe)
+                return
             refused = stripe.path.parent.stat().st_dev in self._refusing_devices
             # Without hashes nothing would tell old bytes from new ones.
             stripe.reused = stripe.checksum and take(stripe.path)
@@ -180,7 +196,15 @@ class StripeWriter:
         with stripe.keeping_errors():
             if ready is not None:
                 ready()  # also after an error: the buffer may go back only when nothing fills it any more
-            if stripe.file is not None:
+            if stripe.delta is not None and stripe.sieve is not None:
+                if stripe.error is None:
+                    began_s = time.perf_counter()
+                    changed = stripe.sieve.changed(offset // CHUNK_BYTES, view[:used_bytes])
+                    stripe.delta.add(offset, view, changed)
+                    stripe.write_s += time.perf_counter() - began_s
+            elif stripe.file is not None:
+                if stripe.sieve is not None:
+                    stripe.sieve.changed(offset // CHUNK_BYTES, view[:used_bytes])
                 self._write(stripe, stripe.file, offset, view, used_bytes)
         with stripe.keeping_errors():
             release()
@@ -214,8 +238,17 @@ class StripeWriter:
         with stripe.keeping_errors():
             if stripe.file is not None:
                 self._finish(stripe, stripe.file)
+            elif stripe.delta is not None and stripe.error is None:
+                stripe.delta.finish()
+                if stripe.delta.nbytes:
+                    fsync_folder(stripe.path.parent)
         if stripe.error is not None:
             stripe.durable.set_exception(stripe.error)
+        elif stripe.delta is not None:
+            hashes = tuple(stripe.delta.hashes)
+            stripe.durable.set_result(
+                FileEntry(stripe.path.name, stripe.delta.nbytes, CHUNK_BYTES, hashes, stripe.write_s)
+            )
         else:
             entry = FileEntry(
                 stripe.path.name, stripe.nbytes, CHUNK_BYTES, tuple(stripe.hashes), stripe.write_s

@@ -18,6 +18,7 @@ from lightning_hetckpt.channel import Channel
 from lightning_hetckpt.checkpoint.direct_reads import Memory
 from lightning_hetckpt.checkpoint.layout import BLOCK_BYTES, META_NAME, padded
 from lightning_hetckpt.checkpoint.manifest import Manifest
+from lightning_hetckpt.checkpoint.redirect import redirect
 from lightning_hetckpt.checkpoint.restore import sources
 from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES, Span, SpanReader, Target, aligned, spans
 from lightning_hetckpt.checkpoint.verify import check_file, read_manifest
@@ -101,7 +102,7 @@ class SharedReader:
 
         The ranks may want different parts; every rank gets all that any of them wants.
         """
-        wanted_here = sources(self.folder, self.manifest, wanted)
+        wanted_here = sources(self.folder, self.manifest, redirect(self.manifest, wanted))
         here = {
             Part(wanted_here[span.source].entry.name, span.start, span.end): span.targets
             for span in spans(wanted_here)

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from lightning_hetckpt.checkpoint.direct_io import read_into
-from lightning_hetckpt.checkpoint.layout import MANIFEST_NAME, META_NAME
+from lightning_hetckpt.checkpoint.layout import INCREMENTAL_NAME, MANIFEST_NAME, META_NAME
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
 from lightning_hetckpt.checkpoint.stripe_header import header_bytes, read_header
 from lightning_hetckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -100,7 +100,7 @@ def check_file(path: Path, entry: FileEntry, snapshot_id: str) -> None:
         raise CorruptCheckpointError(f"{file}: {stat.filemode(found.st_mode)}, expected a plain file")
     if found.st_size != entry.nbytes:
         raise CorruptCheckpointError(f"{file}: holds {found.st_size} bytes, expected {entry.nbytes}")
-    if file.suffix == ".safetensors":
+    if file.suffix == ".safetensors" and file.name != INCREMENTAL_NAME:
         _check_owner(file, entry, entry.snapshot or snapshot_id)
 
 
