@@ -204,8 +204,8 @@ class StripedStorageWriter(StorageWriter):
         }
         paths = {name: _path(metadata, name) for name in metadata.state_dict_metadata}
         index: list[tuple[Place, str]] = [(paths[name], name) for name in record.tensors]
-        leaves = {paths[name]: objects.get(name) for name in paths}
-        meta = write_small(record.build / META_NAME, pack_meta(FlatState(_tree(leaves), {}, {}, index, {})))
+        tree = _tree((path, objects.get(name)) for name, path in paths.items())
+        meta = write_small(record.build / META_NAME, pack_meta(FlatState(tree, {}, {}, index, {})))
         reports = [
             RankReport(one.rank, (*one.files, meta) if one.rank == 0 else one.files, "") for one in written
         ]
@@ -392,21 +392,16 @@ def _path(metadata: Metadata, name: str) -> Place:
     return tuple(paths.get(name, (name,)))
 
 
-def _tree(leaves: Mapping[Place, Any]) -> dict[Any, Any]:
-    """Nested dictionaries, and lists where the path has numbers, with these leaves."""
-
-    def node(below: Iterable[tuple[Place, Any]]) -> Any:
-        children: dict[Any, list[tuple[Place, Any]]] = defaultdict(list)
-        for path, leaf in below:
-            if not path:
-                return leaf
-            children[path[0]].append((path[1:], leaf))
-        made = {key: node(inner) for key, inner in children.items()}
-        is_list = all(isinstance(key, int) for key in made)
-        return [made[key] for key in sorted(made)] if is_list and made else made
-
-    tree: dict[Any, Any] = node(leaves.items())
-    return tree
+def _tree(leaves: Iterable[tuple[Place, Any]]) -> Any:
+    """Nested dictionaries, and lists where the paths have numbers, with these leaves."""
+    children: dict[Any, list[tuple[Place, Any]]] = defaultdict(list)
+    for path, leaf in leaves:
+        if not path:
+            return leaf
+        children[path[0]].append((path[1:], leaf))
+    made = {key: _tree(inner) for key, inner in children.items()}
+    is_list = made and all(isinstance(key, int) for key in made)
+    return [made[key] for key in sorted(made)] if is_list else made
 
 
 def _stand_in(entry: TensorEntry) -> Tensor:
