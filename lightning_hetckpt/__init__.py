@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         open_checkpoint,
     )
     from lightning_hetckpt.errors import HetckptError
+    from lightning_hetckpt.sharded import StripedModelParallel
     from lightning_hetckpt.strategy import HeteroDDP
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "HeteroDDP",
     "SnapshotCallback",
     "StripedAsyncCheckpointIO",
+    "StripedModelParallel",
     "export_checkpoint",
     "import_checkpoint",
     "load_from_checkpoint",
@@ -46,6 +48,7 @@ _HOME = {
     "HetckptError": "lightning_hetckpt.errors",
     "SnapshotCallback": "lightning_hetckpt.callbacks",
     "StripedAsyncCheckpointIO": "lightning_hetckpt.checkpoint_io",
+    "StripedModelParallel": "lightning_hetckpt.sharded",
     "export_checkpoint": "lightning_hetckpt.convert",
     "import_checkpoint": "lightning_hetckpt.convert",
     "load_from_checkpoint": "lightning_hetckpt.convert",

@@ -67,6 +67,7 @@ RINGS = {
     "loaders": DOORS,
     "loading": DOORS,
     "convert": DOORS,
+    "sharded": DOORS,
     "strategy": DOORS,
     "callbacks": DOORS,
     "checkpoint_io": DOORS,
