@@ -19,18 +19,40 @@ from lightning_hetckpt.host import install_registration
 if TYPE_CHECKING:
     from lightning_hetckpt.callbacks import SnapshotCallback
     from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
+    from lightning_hetckpt.convert import (
+        export_checkpoint,
+        import_checkpoint,
+        load_from_checkpoint,
+        open_checkpoint,
+    )
     from lightning_hetckpt.errors import HetckptError
+    from lightning_hetckpt.sharded import StripedModelParallel
     from lightning_hetckpt.strategy import HeteroDDP
 
 __version__ = "0.1.0"
 
-__all__ = ["HetckptError", "HeteroDDP", "SnapshotCallback", "StripedAsyncCheckpointIO"]
+__all__ = [
+    "HetckptError",
+    "HeteroDDP",
+    "SnapshotCallback",
+    "StripedAsyncCheckpointIO",
+    "StripedModelParallel",
+    "export_checkpoint",
+    "import_checkpoint",
+    "load_from_checkpoint",
+    "open_checkpoint",
+]
 
 _HOME = {
     "HeteroDDP": "lightning_hetckpt.strategy",
     "HetckptError": "lightning_hetckpt.errors",
     "SnapshotCallback": "lightning_hetckpt.callbacks",
     "StripedAsyncCheckpointIO": "lightning_hetckpt.checkpoint_io",
+    "StripedModelParallel": "lightning_hetckpt.sharded",
+    "export_checkpoint": "lightning_hetckpt.convert",
+    "import_checkpoint": "lightning_hetckpt.convert",
+    "load_from_checkpoint": "lightning_hetckpt.convert",
+    "open_checkpoint": "lightning_hetckpt.convert",
 }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -333,6 +334,12 @@ def ensure_snapshots(trainer: Trainer) -> None:
 
 
 def _plugin(trainer: Trainer) -> StripedAsyncCheckpointIO:
+    if isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+        raise ConfigurationError(
+            f"SnapshotCallback takes snapshots of models that every rank holds whole, but {type(trainer.strategy).__name__} "
+            "shards it. Use Trainer(strategy=StripedModelParallel(...)) of lightning_hetckpt with "
+            "ModelCheckpoint(every_n_train_steps=...), whose saves are synchronous."
+        )
     plugin = trainer.strategy.checkpoint_io
     if not isinstance(plugin, StripedAsyncCheckpointIO):
         raise ConfigurationError(

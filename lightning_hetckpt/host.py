@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,14 +275,34 @@ def load_folders_too() -> None:
 
     @wraps(original)
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        import torch
+
         from lightning_hetckpt.checkpoint import restore
         from lightning_hetckpt.checkpoint.verify import is_checkpoint
 
+        def unread(place: Any, shape: Any, dtype: Any) -> Any:
+            is_optimizer = place[0] == "optimizer_states"
+            return torch.empty(shape, dtype=dtype, device="meta") if is_optimizer else None
+
         if isinstance(path_or_url, str | Path) and is_checkpoint(Path(path_or_url)):
-            return restore.load(Path(path_or_url), weights_only, map_location)
+            destination = unread if _optimizers_are_left_out.get() else None
+            return restore.load(Path(path_or_url), weights_only, map_location, destination=destination)
         return original(path_or_url, map_location=map_location, weights_only=weights_only)
 
     saving.pl_load = load
+
+
+_optimizers_are_left_out: ContextVar[bool] = ContextVar("_optimizers_are_left_out", default=False)
+
+
+@contextmanager
+def without_optimizers() -> Iterator[None]:
+    """Within the block `load_from_checkpoint` reads no optimizer state from our folders."""
+    token = _optimizers_are_left_out.set(True)
+    try:
+        yield
+    finally:
+        _optimizers_are_left_out.reset(token)
 
 
 def _last_of_stock(trainer: Trainer) -> float | None:
@@ -410,3 +432,18 @@ def train_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     """The saved states of the stateful train loaders, whoever wrote them."""
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     return list(states)
+
+
+def forget_our_loaders(checkpoint: dict[str, Any]) -> None:
+    """Take the positions of HeteroDDP's loaders out, for which a stock Trainer has no loader.
+
+    Lightning refuses saved states of loaders that have none.
+    """
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    kept = [
+        one
+        for one in state.get("combined_loader", [])
+        if not (isinstance(one, dict) and "global_batch_size" in one)
+    ]
+    if "combined_loader" in state:
+        state["combined_loader"] = kept

@@ -72,6 +72,8 @@ def test_hetero_ddp_passes_other_options_on_to_ddp() -> None:
 
 def test_every_public_name_is_there_and_listed() -> None:
     names = ["HeteroDDP", "HetckptError", "SnapshotCallback", "StripedAsyncCheckpointIO"]
+    names += ["StripedModelParallel"]
+    names += ["export_checkpoint", "import_checkpoint", "load_from_checkpoint", "open_checkpoint"]
 
     assert sorted(lightning_hetckpt.__all__) == sorted(names)
     assert set(names) <= set(dir(lightning_hetckpt))

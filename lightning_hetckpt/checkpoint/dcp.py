@@ -52,7 +52,7 @@ from lightning_hetckpt.checkpoint.layout import META_NAME, build_folder, new_id
 from lightning_hetckpt.checkpoint.ledger import Ledger, Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry, TensorEntry
 from lightning_hetckpt.checkpoint.meta import open_meta, pack_meta
-from lightning_hetckpt.checkpoint.parameter_names import by_name, parameter_names, saved_names
+from lightning_hetckpt.checkpoint.parameter_names import by_name, is_by_name, parameter_names, saved_names
 from lightning_hetckpt.checkpoint.sharded_plan import Held, RankPlan, plan_shards
 from lightning_hetckpt.checkpoint.span_reader import BUFFER_BYTES, Target
 from lightning_hetckpt.checkpoint.state_tree import FlatState, Place
@@ -89,6 +89,9 @@ class StripedStorageWriter(StorageWriter):
         checksum: keep a hash of every 8 MiB.
         direct: go past the page cache; "auto" where a drive allows it, False never.
 
+    Attributes:
+        beside: what the checkpoint holds at its top besides the saved state, as it is; the coordinator's counts.
+
     Raises:
         ConfigurationError: planners with plan caching and `use_collectives=False`, which keep back what ranks hold.
     """
@@ -101,6 +104,7 @@ class StripedStorageWriter(StorageWriter):
         direct: bool | Literal["auto"] = "auto",
     ) -> None:
         self.path = Path(path) if path is not None else None
+        self.beside: Mapping[str, Any] = {}
         self._dirs = [Path(one).absolute() for one in dirs] if dirs is not None else None
         self._files = StripeFiles(checksum, direct is not False)
         self._ledger = Ledger()
@@ -146,8 +150,8 @@ class StripedStorageWriter(StorageWriter):
             snapshot_id,
             run,
             len(plans),
-            0,
-            0,
+            _whole_number(self.beside.get("global_step")),
+            _whole_number(self.beside.get("epoch")),
             layout.tensors,
             {},
             {
@@ -204,8 +208,9 @@ class StripedStorageWriter(StorageWriter):
         }
         paths = {name: _path(metadata, name) for name in metadata.state_dict_metadata}
         index: list[tuple[Place, str]] = [(paths[name], name) for name in record.tensors]
-        leaves = {paths[name]: objects.get(name) for name in paths}
-        meta = write_small(record.build / META_NAME, pack_meta(FlatState(_tree(leaves), {}, {}, index, {})))
+        tree = _tree((path, objects.get(name)) for name, path in paths.items())
+        tree = {**self.beside, **tree}
+        meta = write_small(record.build / META_NAME, pack_meta(FlatState(tree, {}, {}, index, {})))
         reports = [
             RankReport(one.rank, (*one.files, meta) if one.rank == 0 else one.files, "") for one in written
         ]
@@ -237,6 +242,7 @@ class StripedStorageReader(StorageReader):
 
     Attributes:
         bytes_read: from drives by this rank in the last load.
+        tree: all of the checkpoint that was opened last, with meta tensors for its tensors.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint lies there.
@@ -253,6 +259,7 @@ class StripedStorageReader(StorageReader):
     ) -> None:
         self.path = Path(path) if path is not None else None
         self.bytes_read = 0
+        self.tree: dict[Any, Any] = {}
         self._by_name = by_name
         self._weights_only = weights_only
         self._buffer_bytes = buffer_bytes
@@ -278,7 +285,8 @@ class StripedStorageReader(StorageReader):
         entries = reader.manifest.tensors
         stand_ins = {place: _stand_in(entries[name]) for place, name in skeleton.places.items()}
         names = {id(stand_ins[place]): name for place, name in skeleton.places.items()}
-        flat, mappings = flatten_state_dict(self._named(skeleton.fill(stand_ins)))
+        self.tree = self._named(skeleton.fill(stand_ins))
+        flat, mappings = flatten_state_dict(self.tree)
         self._stored = {fqn: entries[names[id(leaf)]] for fqn, leaf in flat.items() if id(leaf) in names}
         self._objects = {fqn: leaf for fqn, leaf in flat.items() if fqn not in self._stored}
         known: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in self._objects}
@@ -296,6 +304,9 @@ class StripedStorageReader(StorageReader):
             return tree
         states = []
         for number, state in enumerate(tree.get("optimizer_states", ())):
+            if is_by_name(state):
+                states.append(state)
+                continue
             names = saved_names(tree, number) if self._by_name is True else self._by_name[number]
             if names is None:
                 raise CheckpointError(
@@ -392,26 +403,25 @@ def _path(metadata: Metadata, name: str) -> Place:
     return tuple(paths.get(name, (name,)))
 
 
-def _tree(leaves: Mapping[Place, Any]) -> dict[Any, Any]:
-    """Nested dictionaries, and lists where the path has numbers, with these leaves."""
-
-    def node(below: Iterable[tuple[Place, Any]]) -> Any:
-        children: dict[Any, list[tuple[Place, Any]]] = defaultdict(list)
-        for path, leaf in below:
-            if not path:
-                return leaf
-            children[path[0]].append((path[1:], leaf))
-        made = {key: node(inner) for key, inner in children.items()}
-        is_list = all(isinstance(key, int) for key in made)
-        return [made[key] for key in sorted(made)] if is_list and made else made
-
-    tree: dict[Any, Any] = node(leaves.items())
-    return tree
+def _tree(leaves: Iterable[tuple[Place, Any]]) -> Any:
+    """Nested dictionaries, and lists where the paths have numbers, with these leaves."""
+    children: dict[Any, list[tuple[Place, Any]]] = defaultdict(list)
+    for path, leaf in leaves:
+        if not path:
+            return leaf
+        children[path[0]].append((path[1:], leaf))
+    made = {key: _tree(inner) for key, inner in children.items()}
+    is_list = made and all(isinstance(key, int) for key in made)
+    return [made[key] for key in sorted(made)] if is_list else made
 
 
 def _stand_in(entry: TensorEntry) -> Tensor:
     shape, dtype = restore.logical(entry)
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _whole_number(value: Any) -> int:
+    return value if type(value) is int and value >= 0 else 0
 
 
 def _done(entry: FileEntry) -> Outcome[FileEntry]:

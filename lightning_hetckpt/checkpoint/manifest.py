@@ -33,6 +33,7 @@ MAX_NUMBER = 2**63 - 1
 MAX_UNIX_S = 2**53  # up to here a float holds every whole second
 MAX_FIGURE = 10**18  # likewise for whole numbers that were rounded
 MAX_DIMENSIONS = 64
+MAX_BOXES = 2**12  # of one tensor: each may have to be compared with every other
 MAX_CHUNK_BYTES = 2**30  # a reader may hold one chunk in memory
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -358,6 +359,8 @@ def piece_bytes(entry: TensorEntry, piece: PieceEntry) -> int:
 
 def _check_boxes(name: str, shape: tuple[int, ...], pieces: tuple[PieceEntry, ...]) -> None:
     """Boxes within the tensor, of which no two overlap, that have as many numbers as it has: they cover it once."""
+    if len(pieces) > MAX_BOXES:
+        raise DamageError(f"tensor {name!r} has {len(pieces)} pieces, expected at most {MAX_BOXES} boxes")
     boxes = [box(shape, piece) for piece in pieces]
     for one in boxes:
         if len(one) != len(shape) or any(

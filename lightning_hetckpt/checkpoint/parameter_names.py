@@ -53,6 +53,11 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def is_by_name(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer state counts its parameters by name already."""
+    return any(isinstance(key, str) for group in state["param_groups"] for key in group["params"])
+
+
 def by_number(state: Mapping[str, Any], names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
     """A state by name as `Optimizer.load_state_dict` takes it.
 
@@ -103,7 +108,7 @@ def fitted(
 
     Where the saved names do not include all of these, or none were saved, the order has to do, as in stock torch.
     """
-    if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
+    if is_by_name(state):
         return by_number(state, names, sizes)
     if saved is None or not set(names) <= set(saved):
         return state

@@ -217,6 +217,7 @@ class Snapshotter:
         except BaseException as error:
             futures.wait(files)
             snapshot.failed(error)
+            self._lender.note(None, snapshot, snapshot_id, homes)
             if not isinstance(error, Exception):  # a signal is for the caller, too
                 raise
         else:

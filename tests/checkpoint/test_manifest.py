@@ -327,3 +327,41 @@ def test_what_is_no_manifest_at_all_is_refused(data: bytes) -> None:
 def test_a_checksum_of_other_bytes_is_named_with_both_values() -> None:
     written = sample().to_json()
     assert "expected" in refused(written.replace(b'"epoch":1', b'"epoch":2'))
+
+
+def boxed(pieces: list[tuple[int, int, list[list[int]]]]) -> bytes:
+    """A manifest whose tensor of shape (4, 3) lies in boxes: row, rows, columns."""
+    plain = json.loads(sample().to_json())
+    [first, *_] = plain["tensors"]["w"]["pieces"]
+    offset, found = first["offset"], []
+    for row, rows, columns in pieces:
+        found.append({"file": first["file"], "offset": offset, "row": row, "rows": rows, "columns": columns})
+        offset += 4 * rows * max(1, columns[0][1] if columns else 1)
+    plain["tensors"]["w"]["pieces"] = found
+    plain["files"][first["file"]] |= {"nbytes": 2**20, "chunks": []}
+    others = [name for name in plain["tensors"] if name != "w"]
+    plain["tensors"] = {"w": plain["tensors"]["w"]}
+    plain["aliases"] = {}
+    assert others
+    return sign(plain)
+
+
+def test_shards_of_columns_cover_a_tensor() -> None:
+    manifest = Manifest.from_json(boxed([(0, 4, [[0, 2]]), (0, 1, [[2, 1]]), (1, 3, [[2, 1]])]), PATH)
+    assert Manifest.from_json(manifest.to_json(), PATH) == manifest
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("do not hold", [(0, 4, [[0, 2]])]),
+        ("overlap", [(0, 4, [[0, 2]]), (0, 2, [[1, 2]])]),
+        ("has a piece at", [(0, 4, [[0, 2]]), (0, 4, [[2, 2]])]),
+        ("has a piece at", [(0, 4, [[0, 3], [0, 1]])]),
+        ("expected start and size", [(0, 4, [[0, 3, 1]])]),
+        ("has a piece at", [(0, 4, [[0, 3]]), (0, 0, [[0, 3]])]),
+    ],
+)
+def test_shards_that_do_not_cover_a_tensor_once_are_refused(text: str, pieces: list[Any]) -> None:
+    with pytest.raises(CorruptCheckpointError, match=text):
+        Manifest.from_json(boxed(pieces), PATH)

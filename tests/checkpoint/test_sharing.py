@@ -24,7 +24,7 @@ from lightning_hetckpt.checkpoint.publish import remove_tree
 from lightning_hetckpt.checkpoint.snapshotter import Snapshotter
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
 from lightning_hetckpt.checkpoint.verify import read_manifest, verify
-from lightning_hetckpt.errors import CommitError, CorruptCheckpointError
+from lightning_hetckpt.errors import CheckpointError, CommitError, CorruptCheckpointError
 from tests.checkpoint.trees import assert_same, checkpoint, stable, training_state
 from tests.doubles import Gate
 
@@ -242,6 +242,19 @@ def test_a_save_whose_lender_failed_fails_too_and_leaves_nothing(
     assert not list(tmp_path.glob("*.ckpt"))
     assert not list(tmp_path.glob(".hetckpt-*"))
     monkeypatch.undo()
+
+
+def test_a_save_that_failed_in_between_costs_the_next_one_nothing_but_the_sharing(
+    engine: Snapshotter, tmp_path: Path
+) -> None:
+    state = training_state()
+    begin(engine, tmp_path / "a.ckpt", state)
+    unpicklable = {**checkpoint(*state), "hook": lambda: None}
+    with pytest.raises(CheckpointError, match="pickled"):
+        engine.begin(unpicklable, tmp_path / "b.ckpt", stable(*state)).fence()
+    begin(engine, tmp_path / "c.ckpt", state).wait()
+    assert_same(restore.load(tmp_path / "c.ckpt"), checkpoint(*state))
+    assert not is_shared(tmp_path / "a.ckpt", tmp_path / "c.ckpt")
 
 
 def test_a_removal_of_the_lender_in_between_makes_the_second_one_write(

@@ -308,10 +308,19 @@ def test_a_header_that_lies_is_refused_with_what_is_wrong() -> None:
         "__metadata__": {**plain["__metadata__"], "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [1, 0]}})},
         name: {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]},
     }))  # fmt: skip
-    assert "first dimension" in refused(encode({
-        "__metadata__": {**plain["__metadata__"], "DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, 1]}})},
+    assert "holds 1 numbers, expected 2" in refused(encode({
+        "__metadata__": {**plain["__metadata__"], "DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}})},
         "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
     }))  # fmt: skip
+
+
+def test_a_shard_may_begin_in_the_middle_of_its_rows() -> None:
+    plain, _ = sample()
+    found = read_header(encode({
+        "__metadata__": {**plain["__metadata__"], "DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [4, 1]}})},
+        "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+    }), Path("s"))  # fmt: skip
+    assert (found.pieces["a"].row, found.pieces["a"].columns) == (4, (1,))
     assert "an object" in refused(encode([1]))
 
 
