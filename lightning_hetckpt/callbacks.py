@@ -205,12 +205,17 @@ class SnapshotCallback(Callback):
         }
         if self._before is not None:
             figures["period_s"] = began_s - self._before.began_s
+        frozen, sparse = (
+            resume.tensors_of_note(pl_module, trainer.optimizers) if plugin.save != "full" else ([], [])
+        )
         self.last_snapshot = plugin.begin(
             checkpoint,
             folder / f"step={step}.ckpt",
             stable=resume.stable_tensors(pl_module, trainer.optimizers),
             rank_state=rng_state.capture(),
             figures=figures,
+            frozen=frozen,
+            sparse=sparse,
         )
         plugin.retire(folder, self.keep_last)
         self._before = _Taken(

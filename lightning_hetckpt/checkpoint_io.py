@@ -48,6 +48,14 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         checksum: keep a hash of every 8 MiB and check it on loading.
         direct: go past the page cache; "auto" where a drive allows it, True insists, False never.
         snapshots: let HeteroDDP add a `SnapshotCallback` where the Trainer has none.
+        save: "full" writes all of every checkpoint. "incremental" writes what changed since the one before in the
+            same folder, "differential" what changed since the last full one; the rest is shared with it by hard
+            links, so each checkpoint still stands alone, whichever others are removed. They pay where layers are
+            frozen or tables are trained sparsely; AdamW on all weights changes everything. Where a file system
+            has no hard links, and from a process that saves alone, all are full.
+        full_every: checkpoints of a folder from one full one to the next.
+        verify_unchanged: how often, in checkpoints, frozen weights that seem untouched are compared all the same;
+            writes through `.data` escape every count.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -60,6 +68,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         checksum: bool = True,
         direct: bool | Literal["auto"] = "auto",
         snapshots: bool = True,
+        save: Literal["full", "incremental", "differential"] = "full",
+        full_every: int = 20,
+        verify_unchanged: int = 10,
     ) -> None:
         if dirs == "auto":
             dirs = None
@@ -77,6 +88,19 @@ class StripedAsyncCheckpointIO(CheckpointIO):
             )
         if direct not in (True, False, "auto"):
             raise ConfigurationError(f'direct is {direct!r}, expected True, False or "auto".')
+        if save not in ("full", "incremental", "differential"):
+            raise ConfigurationError(f'save is {save!r}, expected "full", "incremental" or "differential".')
+        if save != "full" and not checksum:
+            raise ConfigurationError(
+                f"save={save!r} tells by hashes what changed, so checksum=False cannot go with it."
+            )
+        if full_every < 1 or verify_unchanged < 1:
+            raise ConfigurationError(
+                f"full_every is {full_every} and verify_unchanged is {verify_unchanged}, expected at least 1."
+            )
+        self.save = save
+        self.full_every = full_every
+        self.verify_unchanged = verify_unchanged
         self.dirs = dirs
         self.buffer_bytes = buffer_bytes
         self.checksum = checksum
@@ -97,6 +121,8 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         stable: Collection[Tensor] = (),
         rank_state: bytes = b"",
         figures: Mapping[str, float] | None = None,
+        frozen: Collection[Tensor] = (),
+        sparse: Collection[Tensor] = (),
     ) -> Snapshot:
         """Begin to save, on every rank of the process group; returns when everything but `stable` is copied.
 
@@ -107,8 +133,18 @@ class StripedAsyncCheckpointIO(CheckpointIO):
                 `Snapshot.fence` has returned: parameters and optimizer state.
             rank_state: bytes to keep of this very rank, such as its random number generators.
             figures: what the caller measured, to stand in the manifest beside `Snapshot.figures`.
+            frozen: those of `stable` that nobody trains; read only where they changed.
+            sparse: those of which a step changes a few rows only.
         """
-        return self._ready().begin(checkpoint, _local(path), stable, rank_state, figures=figures)
+        return self._ready().begin(
+            checkpoint,
+            _local(path),
+            stable,
+            rank_state,
+            figures=figures,
+            frozen=frozen,
+            sparse=sparse,
+        )
 
     @override
     def save_checkpoint(
@@ -264,6 +300,9 @@ class StripedAsyncCheckpointIO(CheckpointIO):
                 self.checksum,
                 self.direct,
                 present_channel(),
+                save=self.save,
+                full_every=self.full_every,
+                verify_unchanged=self.verify_unchanged,
             )
             if self.resume_from is not None:
                 self._engine.resumed_from(self.resume_from)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -72,6 +73,34 @@ def _names_of(module: LightningModule, optimizer: Optimizer) -> str:
             text = ""
         known = _names[optimizer] = sizes, text
     return known[1]
+
+
+def tensors_of_note(
+    module: LightningModule, optimizers: list[Optimizer]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that incremental checkpoints treat apart: the frozen ones, which no optimizer owns, and the sparse ones.
+
+    Sparse are the tables of which a step changes a few rows: embeddings with `sparse=True`, and what their
+    optimizer keeps in the same shape.
+    """
+    owned = {
+        id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+    }
+    tables = [
+        part.weight
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    ]
+    states = [
+        optimizer.state[table] for optimizer in optimizers for table in tables if table in optimizer.state
+    ]
+    return (
+        [one for one in module.parameters() if id(one) not in owned],
+        [
+            *tables,
+            *(one for state in states for one in state.values() if isinstance(one, Tensor) and one.dim() > 1),
+        ],
+    )
 
 
 def newest_snapshot(trainer: Trainer, rival_s: float | None) -> Path | None:

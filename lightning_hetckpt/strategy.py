@@ -430,11 +430,16 @@ class HeteroDDP(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         resume.note_names(checkpoint, module, self.optimizers)
+        frozen, sparse = (
+            resume.tensors_of_note(module, self.optimizers) if plugin.save != "full" else ([], [])
+        )
         snapshot = plugin.begin(
             checkpoint,
             self.broadcast(filepath),
             stable=resume.stable_tensors(module, self.optimizers),
             rank_state=rng_state.capture(),
+            frozen=frozen,
+            sparse=sparse,
         )
         # Overlap only where the next thing to move the weights is an optimizer step that passes through here.
         if (

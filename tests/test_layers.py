@@ -29,6 +29,7 @@ RINGS = {
     "checkpoint.delta_file": ENGINE,
     "checkpoint.redirect": TORCH,
     "checkpoint.chain": TORCH,
+    "checkpoint.consolidate": TORCH,
     "checkpoint.stripe_header": REASONING,
     "checkpoint.cadence": REASONING,
     "checkpoint.retention": REASONING,

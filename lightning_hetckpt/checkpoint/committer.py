@@ -159,7 +159,7 @@ class Committer:
             kind = TornSnapshotError if torn else CommitError
             raise kind(f"{save.snapshot.path}: nothing was saved, {reason}") from own_error
         self._newest = save.record, files, overlays
-        if save.link is not None and save.snapshot.borrows_from is None:
+        if save.link is not None:
             save.link.end(save.record, files, overlays)
         for folder in save.drive_folders:  # where rank 0 could not see them
             with contextlib.suppress(OSError):  # the checkpoint stands; a sweep tries again

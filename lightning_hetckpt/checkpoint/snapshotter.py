@@ -200,7 +200,9 @@ class Snapshotter:
             snapshot.versions,
         )
         homes = [drive_of(one.path.parent) for one in lazy]
-        loan = self._lender.ask(standing, path, homes) if self._committer.makes_links else None
+        # In a chain all ranks must know what the next one is compared with, and who borrows decides for itself.
+        may_borrow = self._committer.makes_links and link is None
+        loan = self._lender.ask(standing, path, homes) if may_borrow else None
         self._saves = [*earlier, snapshot]
         if not alone:
             self._guard.watch(snapshot, found.addresses)
