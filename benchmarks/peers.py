@@ -1,8 +1,13 @@
 """Rivals of `benchmarks.write` that are no dependency of ours: they take part where they can be imported.
 
-    python -m venv .peers && .peers/bin/pip install '.[peers]'     # torchsnapshot, deepspeed, ninja
-    apt-get install libaio-dev g++                                 # DeepSpeed builds its async_io op at first use
-    .peers/bin/python -m benchmarks.write --peers
+    apt-get install libaio-dev g++
+    python -m venv .peers
+    .peers/bin/pip install '.[peers]'
+    .peers/bin/python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()'
+    .peers/bin/python -m benchmarks.write
+
+The fourth line builds DeepSpeed's op, in minutes, into ~/.cache/torch_extensions; the first save would do it, too. A
+build that was killed leaves a file `lock` there, for which every later one waits for ever: delete the folder then.
 
 torchsnapshot makes nothing durable itself, so its files are fsynced afterwards. FastFileWriter is what DeepSpeed
 released of FastPersist. It asks for a torch whose serializer is patched; here it gets what that one would give it,
@@ -51,15 +56,6 @@ def peers(
     return here, skipped
 
 
-def fsync_tree(folder: Path) -> None:
-    """Make every file and folder below `folder` durable, and its own name."""
-    for place, _, files in os.walk(folder):
-        for name in files:
-            _fsync(Path(place) / name)
-        _fsync(Path(place))
-    _fsync(folder.parent)
-
-
 def _torchsnapshot(checkpoint: Mapping[str, Any], rank: int, processes: int) -> Save:
     torchsnapshot = _module("torchsnapshot")
     app_state = {"checkpoint": torchsnapshot.StateDict(**checkpoint)}
@@ -83,7 +79,7 @@ def _fast_file_writer(
     io, builder = _module("deepspeed.io"), _module("deepspeed.ops.op_builder")
     try:
         aio = builder.AsyncIOBuilder().load(verbose=False)
-    except Exception as error:  # noqa: BLE001 (a missing compiler, header or library, each with an error of its own)
+    except Exception as error:  # a missing compiler, header or library, each in its own words
         raise NotHereError(
             f"its async_io op does not build: {_first_line(error)} (libaio-dev, g++ and ninja are needed)"
         ) from error
@@ -100,7 +96,7 @@ def _fast_file_writer(
         writer.write(skeleton)
         writer.save_torch_storage_object_list(storages, save_size=True)
         writer.close()  # fsyncs
-        _fsync(folder)
+        fsync(folder)
 
     return save
 
@@ -108,7 +104,7 @@ def _fast_file_writer(
 def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 (an old package may break on a new torch in any way)
+    except Exception as error:  # an old package may break on a new torch in any way
         raise NotHereError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
@@ -125,9 +121,19 @@ def _without_tensors(node: Any) -> Any:
     return [_without_tensors(value) for value in node] if isinstance(node, list) else node
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file or the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make every file and folder below `folder` durable, and its own name."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            fsync(Path(place) / name)
+        fsync(Path(place))
+    fsync(folder.parent)
