@@ -175,11 +175,12 @@ def measure(folder: Path, nbytes: int, tensors: int, options: argparse.Namespace
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     snapshots, watch = EveryOtherBlock(folder / "snapshots"), Stopwatch(device)
     work = Work(options.step_s, device, options.busy)
+    buffer_bytes = options.buffer_mib * 2**20 if options.buffer_mib else None
     trainer = Trainer(
         accelerator="gpu" if options.device == "cuda" else "cpu",
         devices=1,
         strategy=HeteroDDP(policy="even"),
-        plugins=[StripedAsyncCheckpointIO(options.dirs)],
+        plugins=[StripedAsyncCheckpointIO(options.dirs, buffer_bytes)],
         callbacks=[watch, snapshots],
         max_steps=BLOCK_STEPS * 2 * (options.repeats + 1) + 1,
         max_epochs=-1,
@@ -221,6 +222,9 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.5, help="that a step takes before its optimizer")
     parser.add_argument("--busy", action="store_true", help="leave no core free")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--buffer-mib", type=int, help="memory that bytes pass through; default: as the plugin"
+    )
     parser.add_argument(
         "--repeats", type=int, default=5, help="pairs of blocks that count; one more warms up"
     )

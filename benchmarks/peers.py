@@ -76,7 +76,8 @@ def _fast_file_writer(
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    io, builder = _module("deepspeed.io"), _module("deepspeed.ops.op_builder")
+    io, builder = _module("deepspeed.io.fast_file_writer"), _module("deepspeed.ops.op_builder")
+    io.UtilsBuilder = _ByteViews
     try:
         aio = builder.AsyncIOBuilder().load(verbose=False)
     except Exception as error:  # a missing compiler, header or library, each in its own words
@@ -99,6 +100,19 @@ def _fast_file_writer(
         fsync(folder)
 
     return save
+
+
+class _ByteViews:
+    """What FastFileWriter wants of DeepSpeed's `utils` op, which is not built for CPUs: tensors as bytes, uncopied."""
+
+    def load(self) -> _ByteViews:
+        """It needs no building."""
+        return self
+
+    @staticmethod
+    def cast_to_byte_tensor(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The memory of each."""
+        return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
 def _module(name: str) -> Any:

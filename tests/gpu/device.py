@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -24,9 +25,11 @@ def keep_busy(seconds: float) -> torch.cuda.Event:
     return torch.cuda.current_stream(DEVICE).record_event()
 
 
+@functools.cache
 def _cycles_per_s() -> float:
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(DEVICE)
+    torch.cuda._sleep(_TRIAL_CYCLES)  # lets the clock rise
     began.record()
     torch.cuda._sleep(_TRIAL_CYCLES)
     ended.record()
@@ -61,9 +64,12 @@ def frozen(tree: Any) -> Any:
     return copy.deepcopy(tree)
 
 
-def on_cpu(tree: Any) -> Any:
-    """The same tree with every tensor on the CPU."""
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
+def moved(tree: Any, device: torch.device | str) -> Any:
+    """The same tree with every tensor on `device`; ties, strides and attributes of containers stay."""
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, map_location=device, weights_only=False)
 
 
 def spoil(tensors: Iterable[Tensor]) -> None:

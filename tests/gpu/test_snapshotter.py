@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_hetckpt.checkpoint import restore
 from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, new_id
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot, Snapshotter
 from tests.checkpoint.trees import assert_same, checkpoint, stable, trees
-from tests.gpu.device import DEVICE, frozen, keep_busy, make_model, on_cpu, spoil, train
+from tests.gpu.device import DEVICE, frozen, keep_busy, make_model, moved, spoil, train
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +63,7 @@ def test_every_snapshot_of_a_gpu_that_trains_on_is_exact(
         engine.wait()
 
     for step in range(12):
-        assert_same(restore.load(tmp_path / f"{step}.ckpt"), on_cpu(truth[step]))
+        assert_same(restore.load(tmp_path / f"{step}.ckpt"), moved(truth[step], "cpu"))
 
 
 def test_neither_begin_nor_fence_waits_for_the_gpu_and_what_comes_behind_them_is_not_saved(
@@ -80,7 +78,7 @@ def test_neither_begin_nor_fence_waits_for_the_gpu_and_what_comes_behind_them_is
 
     assert not busy.query()  # the host came here while the GPU had not even begun to copy
     snapshot.wait()
-    assert_same(restore.load(tmp_path / "a.ckpt"), on_cpu(truth))
+    assert_same(restore.load(tmp_path / "a.ckpt"), moved(truth, "cpu"))
 
 
 def test_the_copy_does_not_queue_behind_the_next_steps_work(
@@ -102,7 +100,7 @@ def test_what_the_gpu_has_queued_before_begin_is_saved(
     truth = frozen(checkpoint(*state))
     begin(engine, tmp_path / "a.ckpt", state).wait()
 
-    assert_same(restore.load(tmp_path / "a.ckpt"), on_cpu(truth))
+    assert_same(restore.load(tmp_path / "a.ckpt"), moved(truth, "cpu"))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
@@ -192,7 +190,7 @@ def test_a_driver_that_refuses_to_pin_costs_speed_and_raises_nothing_later(
         train(*state)  # where the next kernel would find it
         engine.wait()
 
-    assert_same(restore.load(tmp_path / "a.ckpt"), on_cpu(truth))
+    assert_same(restore.load(tmp_path / "a.ckpt"), moved(truth, "cpu"))
 
 
 def test_threads_that_wait_for_a_copy_leave_the_cores_to_others(
@@ -212,16 +210,14 @@ def test_threads_that_wait_for_a_copy_leave_the_cores_to_others(
 
 
 @given(tree=trees())
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, *HealthCheck]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_tree_of_tensors_on_the_gpu_comes_back(tmp_path: Path, tree: dict[Any, Any]) -> None:
-    placed = tree_map(lambda leaf: leaf.to(DEVICE) if isinstance(leaf, Tensor) else leaf, tree)
+    placed = moved(tree, DEVICE)
     path = tmp_path / f"{new_id()}.ckpt"
     with Snapshotter() as engine:
         engine.begin(placed, path, alone=True).wait()
 
-    assert_same(restore.load(path, weights_only=False, map_location="cpu"), on_cpu(placed))
+    assert_same(restore.load(path, weights_only=False, map_location="cpu"), moved(placed, "cpu"))
 
 
 _OTHER_DEVICE = """
