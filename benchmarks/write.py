@@ -6,8 +6,9 @@ Every contestant writes the same tensors and ends durable (fsync or fdatasync of
 turns, in another order each round, so that a slow minute of the machine hits all of them. `raw` writes the same
 bytes, laid out in aligned memory beforehand, with O_DIRECT and one thread per folder, each with a part as large as
 its drive is fast: no copy, no hash, no header, the most that such a writer could reach. With several processes each
-holds all tensors, as under DDP; raw, DCP and ours write together, the others from the first process. Rivals that
-know one folder only get the first.
+holds all tensors, as under DDP; those who can write together do, the others write from the first process. Rivals that
+know one folder only get the first. torchsnapshot and DeepSpeed take part where `benchmarks.peers` can have them, which
+also says how they are installed; who is missing is named with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -32,11 +32,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.machine import describe, write_json
+from benchmarks.peers import Save, fsync, fsync_tree, peers
 from lightning_hetckpt import StripedAsyncCheckpointIO
 from lightning_hetckpt.checkpoint.layout import DRIVE_FOLDER
 
@@ -44,7 +46,6 @@ BLOCK_BYTES = 8 * 2**20
 ALIGN_BYTES = 4096
 PROBE_BYTES = 64 * 2**20
 RAW_NAME = "raw.bin"
-Save = Callable[[Path], None]  # makes the checkpoint durable below a folder
 
 
 def main() -> None:
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="rounds that count; one more warms up")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="that save together")
+    parser.add_argument("--device", default="cpu", help="on which the tensors lie, such as cuda")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="hetckpt-", dir=Path.cwd()) as here:
@@ -79,8 +81,10 @@ def run(rank: int, options: argparse.Namespace, dirs: list[Path], port: int) -> 
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
     try:
-        checkpoint = make_checkpoint(options.mib * 2**20)
-        seconds = compete(contestants(checkpoint, dirs, rank, options.processes), dirs, options.repeats, rank)
+        checkpoint = make_checkpoint(options.mib * 2**20, options.device)
+        rivals, skipped = peers(checkpoint, tensors_of(checkpoint), rank, options.processes)
+        saves = {**contestants(checkpoint, dirs, rank, options.processes), **rivals}
+        seconds = compete(saves, dirs, options.repeats, rank)
     finally:
         if port:
             dist.destroy_process_group()
@@ -94,6 +98,8 @@ def run(rank: int, options: argparse.Namespace, dirs: list[Path], port: int) -> 
         "tensors": len(tensors_of(checkpoint)),
         "folders": len(dirs),
         "processes": options.processes,
+        "device": options.device,
+        "skipped": skipped,
         "contestants": {
             name: {
                 "median_s": median(rounds),
@@ -105,7 +111,10 @@ def run(rank: int, options: argparse.Namespace, dirs: list[Path], port: int) -> 
         },
     }
     write_json(options.json, result)
-    Console().print(_table(result))
+    console = Console()
+    console.print(_table(result))
+    for name, reason in skipped.items():
+        console.print(f"skipped: {name}: {reason}", markup=False)
 
 
 def contestants(checkpoint: dict[str, Any], dirs: list[Path], rank: int, processes: int) -> dict[str, Save]:
@@ -125,14 +134,19 @@ def contestants(checkpoint: dict[str, Any], dirs: list[Path], rank: int, process
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            _fsync(folder)
+            fsync(folder)
 
     def lightning(folder: Path) -> None:
         if rank == 0:
-            path = folder / "lightning.ckpt"
-            TorchCheckpointIO().save_checkpoint(checkpoint, path)
-            _fsync(path)
-            _fsync(folder)
+            TorchCheckpointIO().save_checkpoint(checkpoint, folder / "lightning.ckpt")
+            fsync_tree(folder)
+
+    def lightning_async(folder: Path) -> None:
+        if rank == 0:
+            plugin = AsyncCheckpointIO(TorchCheckpointIO())
+            plugin.save_checkpoint(checkpoint, folder / "lightning.ckpt")
+            plugin.teardown()
+            fsync_tree(folder)
 
     def dcp_with(threads: int) -> Save:
         def save(folder: Path) -> None:
@@ -140,7 +154,7 @@ def contestants(checkpoint: dict[str, Any], dirs: list[Path], rank: int, process
                 folder / "dcp", sync_files=True, thread_count=threads, overwrite=True
             )
             dcp.save(checkpoint, storage_writer=writer, no_dist=processes == 1)
-            _fsync(folder / "dcp")
+            fsync(folder / "dcp")
 
         return save
 
@@ -160,6 +174,7 @@ def contestants(checkpoint: dict[str, Any], dirs: list[Path], rank: int, process
         "lightning_hetckpt": hetckpt,
         "torch.save + fsync": torch_save,
         "Lightning's TorchCheckpointIO + fsync": lightning,
+        "Lightning's AsyncCheckpointIO + fsync": lightning_async,
         "DCP, 1 thread": dcp_with(1),
         "DCP, 4 threads": dcp_with(4),
         "raw O_DIRECT": raw,
@@ -213,8 +228,8 @@ def _meet() -> None:
         dist.barrier()
 
 
-def make_checkpoint(nbytes: int) -> dict[str, Any]:
-    """A checkpoint as Lightning makes it: a transformer's parameters and AdamW's two copies of them."""
+def make_checkpoint(nbytes: int, device: str = "cpu") -> dict[str, Any]:
+    """A checkpoint as Lightning makes it: a transformer's parameters on `device` and AdamW's two copies of them."""
     width = 1024
     shapes = [
         (width, 3 * width),
@@ -232,7 +247,7 @@ def make_checkpoint(nbytes: int) -> dict[str, Any]:
         for shape in shapes:
             rows = min(shape[0], max(1, left * shape[0] // torch.Size(shape).numel())) if left > 0 else 0
             if rows:
-                tensor = torch.randn(rows, *shape[1:], generator=generator)
+                tensor = torch.randn(rows, *shape[1:], generator=generator).to(device)
                 parameters[f"layer.{len(parameters)}.weight"] = tensor
                 left -= tensor.numel()
     state = {
@@ -259,7 +274,8 @@ def tensors_of(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
 
 def aligned_parts(checkpoint: dict[str, Any], weights: list[float]) -> list[mmap.mmap]:
     """The bytes of all tensors, cut into page-aligned parts of whole pages in proportion to `weights`."""
-    data = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors_of(checkpoint)]).numpy()
+    parts_of = [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in tensors_of(checkpoint)]
+    data = torch.cat(parts_of).numpy()
     pages = -(-len(data) // ALIGN_BYTES)
     ends = [round(pages * sum(weights[: k + 1]) / sum(weights)) * ALIGN_BYTES for k in range(len(weights))]
     parts = []
@@ -283,15 +299,7 @@ def write_raw(path: Path, data: memoryview) -> None:
         os.fdatasync(fd)
     finally:
         os.close(fd)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync(path.parent)
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hetckpt.checkpoint.chunk_plan import SMALL_BYTES, ChunkPlan, plan_chunks
 from lightning_hetckpt.checkpoint.drive_shares import HostDrives, drive_weights
-from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES
+from lightning_hetckpt.checkpoint.layout import CHUNK_BYTES, new_id
 from lightning_hetckpt.checkpoint.manifest import TensorEntry
 from lightning_hetckpt.checkpoint.shard_plan import (
     StripePlan,
@@ -21,7 +21,7 @@ from lightning_hetckpt.checkpoint.shard_plan import (
     plan_stripes,
 )
 from lightning_hetckpt.checkpoint.state_tree import spec
-from lightning_hetckpt.checkpoint.stripe_header import build_header
+from lightning_hetckpt.checkpoint.stripe_header import build_header, header_lengths
 from lightning_hetckpt.checkpoint.units import Segment, segments
 
 _Shapes = list[tuple[str, torch.dtype, torch.Size]]  # in order: all that a plan depends on
@@ -33,15 +33,23 @@ class SaveLayout:
 
     stripes: tuple[StripePlan, ...]  # of all ranks
     fingerprint: str
-    headers: dict[str, bytes]  # by file; `stamp_header` puts a snapshot's id in
+    specs: dict[str, TensorSpec]  # by name
+    header_bytes: dict[str, int]  # by file
     entries: dict[str, TensorEntry]  # for the manifest
+    _headers: dict[str, bytes] = field(default_factory=dict)
     _chunks: dict[str, tuple[ChunkPlan, ...]] = field(default_factory=dict)
     _cuts: dict[str, tuple[tuple[Segment, ...], ...]] = field(default_factory=dict)
+
+    def header(self, stripe: StripePlan) -> bytes:
+        """What the file of one stripe begins with; `stamp_header` puts a snapshot's id in."""
+        if stripe.file not in self._headers:
+            self._headers[stripe.file] = build_header(stripe, self.specs, new_id())
+        return self._headers[stripe.file]
 
     def chunks(self, stripe: StripePlan) -> tuple[ChunkPlan, ...]:
         """How the buffers of one stripe are filled; worked out for those that are asked for, once."""
         if stripe.file not in self._chunks:
-            self._chunks[stripe.file] = plan_chunks(stripe, len(self.headers[stripe.file]), CHUNK_BYTES)
+            self._chunks[stripe.file] = plan_chunks(stripe, self.header_bytes[stripe.file], CHUNK_BYTES)
         return self._chunks[stripe.file]
 
     def cuts(self, stripe: StripePlan, sparse: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
@@ -115,6 +123,5 @@ class LayoutBook:
 
 def _derive(specs: list[TensorSpec], stripes: tuple[StripePlan, ...], mark: str) -> SaveLayout:
     by_name = {one.name: one for one in specs}
-    headers = {stripe.file: build_header(stripe, by_name, "0" * 16) for stripe in stripes}
-    starts = {file: len(header) for file, header in headers.items()}
-    return SaveLayout(stripes, mark, headers, file_tensors(stripes, by_name, starts))
+    lengths = header_lengths(stripes, by_name)
+    return SaveLayout(stripes, mark, by_name, lengths, file_tensors(stripes, by_name, lengths))

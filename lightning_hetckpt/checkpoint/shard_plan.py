@@ -11,8 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TypeAlias
 
 from lightning_hetckpt.checkpoint.layout import owned_stripe_name, stripe_name
@@ -85,16 +84,22 @@ class StripePlan:
     data_bytes: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Cut:
-    """A place in the stream of all tensors: before `row` of the tensor number `tensor`."""
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The tensors in the order in which their bytes are laid end to end, measured once."""
 
-    tensor: int
-    row: int
+    specs: list[TensorSpec]
+    rows: list[int]
+    row_bytes: list[int]
+    ends: list[int]  # byte behind each tensor
+
+
+# A cut is a place in the stream: before row `row` of tensor number `tensor`.
+_Share: TypeAlias = tuple[int, int, int, int, int, int]  # rank, drive, tensor and row of first and last cut
 
 
 def plan_stripes(
-    tensors: Sequence[TensorSpec], world_size: int, drive_weights: Weights
+    tensors: Sequence[TensorSpec], world_size: int, drive_weights: Weights, rank: int | None = None
 ) -> tuple[StripePlan, ...]:
     """Share the tensors out over all ranks and drives; stripes that would be empty are left out.
 
@@ -106,24 +111,23 @@ def plan_stripes(
         world_size: ranks that write.
         drive_weights: the share of each drive of a rank, in any unit; 0 leaves a drive out. One such list
             holds for all ranks, a list of them has one for each rank.
+        rank: whose stripes to work out; None is everybody's.
     """
     stream = _stream(tensors)
-    return tuple(
-        _stripe(stripe_name(rank, drive), rank, drive, _between(stream, start, end))
-        for rank, drive, start, end in _shares(stream, world_size, drive_weights)
-    )
+    return tuple(_stripe(stream, share) for share in _shares(stream, world_size, drive_weights, rank))
 
 
 def plan_owned(tensors: Sequence[TensorSpec], rank: int = 0, drive: int = 0) -> StripePlan:
     """One stripe that holds all of these tensors whole, for what `rank` alone owns."""
     stream = _stream(tensors)
-    return _stripe(owned_stripe_name(rank), rank, drive, ((spec, 0, spec.rows) for spec in stream))
+    pieces, nbytes = _pieces(stream, 0, 0, len(stream.specs), 0)
+    return StripePlan(owned_stripe_name(rank), rank, drive, pieces, nbytes)
 
 
 def fingerprint(tensors: Sequence[TensorSpec], world_size: int, drive_weights: Weights) -> str:
     """16 hex digits that are equal exactly where plan and tensors (name, dtype, shape) are."""
     stream = _stream(tensors)
-    specs = [(spec.name, spec.dtype, spec.shape, spec.complex) for spec in stream]
+    specs = [(spec.name, spec.dtype, spec.shape, spec.complex) for spec in stream.specs]
     digest = hashlib.blake2b(repr(specs).encode(), digest_size=8)
     digest.update(repr(_shares(stream, world_size, drive_weights)).encode())
     return digest.hexdigest()
@@ -157,7 +161,7 @@ def file_tensors(
     }
 
 
-def _stream(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+def _stream(tensors: Sequence[TensorSpec]) -> _Stream:
     """The tensors in the order in which their bytes are laid end to end.
 
     Wide items come first: then every piece starts at a multiple of its item size in any stripe,
@@ -175,30 +179,38 @@ def _stream(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
         raise CheckpointError(
             "A tensor is named __metadata__, which safetensors keeps for itself; rename it."
         )
-    return sorted(tensors, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+    specs = sorted(tensors, key=lambda spec: -DTYPE_BYTES[spec.dtype])
+    return _Stream(
+        specs,
+        [spec.rows for spec in specs],
+        [spec.row_bytes for spec in specs],
+        list(accumulate(spec.nbytes for spec in specs)),
+    )
 
 
 def _shares(
-    stream: Sequence[TensorSpec], world_size: int, drive_weights: Weights
-) -> list[tuple[int, int, _Cut, _Cut]]:
-    """(rank, drive, first cut, last cut) of each share that holds a tensor."""
+    stream: _Stream, world_size: int, drive_weights: Weights, only_rank: int | None = None
+) -> list[_Share]:
+    """Each share that holds a tensor, in the order of the stream."""
     if world_size < 1:
         raise ConfigurationError(f"A plan for {world_size} ranks, expected at least 1.")
     by_rank = _weights_by_rank(drive_weights, world_size)
-    ends = list(accumulate(spec.nbytes for spec in stream))
-    total = ends[-1] if ends else 0
-    # Fractions, because every rank must find the same cut and floats may round a border past the next one.
-    starts = {weights: _starts(weights) for weights in set(by_rank)}
-    shares = [
-        (rank, drive, rank + part) for rank, weights in enumerate(by_rank) for drive, part in starts[weights]
-    ]
-    cuts = [_Cut(0, 0)]
-    cuts += [_snap(stream, ends, total * share / world_size) for _, _, share in shares[1:]]
-    cuts.append(_Cut(len(stream), 0))
+    ranks = range(world_size) if only_rank is None else range(only_rank, only_rank + 1)
+    parts = {weights: _starts(weights) for weights in {by_rank[rank] for rank in ranks}}
+    owners: list[tuple[int, int]] = []
+    cuts: list[tuple[int, int]] = []
+    for rank in ranks:
+        whole, starts = parts[by_rank[rank]]
+        for drive, start in starts:
+            owners.append((rank, drive))
+            cuts.append(_cut(stream, rank * whole + start, world_size * whole))
+    if ranks.start == 0:
+        cuts[0] = (0, 0)  # before the first tensor, also where that is empty
+    cuts.append((len(stream.specs), 0) if ranks.stop == world_size else _cut(stream, ranks.stop, world_size))
     return [
-        (rank, drive, start, end)
-        for (rank, drive, _), (start, end) in zip(shares, pairwise(cuts), strict=True)
-        if start < end
+        (*owner, *first, *last)
+        for owner, first, last in zip(owners, cuts, cuts[1:], strict=False)
+        if first < last
     ]
 
 
@@ -216,41 +228,44 @@ def _weights_by_rank(drive_weights: Weights, world_size: int) -> list[tuple[floa
     return rows
 
 
-def _starts(weights: Sequence[float]) -> list[tuple[int, Fraction]]:
-    """(drive, where in its rank's part its share begins, from 0 to 1) of every drive that gets a share."""
-    exact = {drive: Fraction(weight) for drive, weight in enumerate(weights) if weight > 0}
-    whole = sum(exact.values())
-    return [
-        (drive, before / whole)
-        for drive, before in zip(exact, accumulate(exact.values(), initial=Fraction(0)), strict=False)
-    ]
+def _starts(weights: tuple[float, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """A rank's part as a whole number of units, and (drive, units before it) of every drive that gets a share."""
+    # Whole numbers, because every rank must find the same cut and floats may round a border past the next one.
+    ratios = {drive: weight.as_integer_ratio() for drive, weight in enumerate(weights) if weight > 0}
+    unit = math.lcm(*(below for _, below in ratios.values()))
+    units = [above * (unit // below) for above, below in ratios.values()]
+    return sum(units), tuple(zip(ratios, accumulate(units, initial=0), strict=False))
 
 
-def _snap(stream: Sequence[TensorSpec], ends: Sequence[int], border: Fraction) -> _Cut:
-    """The row border nearest to byte `border` of the stream."""
-    tensor = bisect_right(ends, border)
-    if tensor == len(stream):
-        return _Cut(tensor, 0)
-    spec = stream[tensor]
-    into = border - (ends[tensor] - spec.nbytes)
-    row = math.floor(into / spec.row_bytes + Fraction(1, 2))
-    return _Cut(tensor, row) if row < spec.rows else _Cut(tensor + 1, 0)
+def _cut(stream: _Stream, part: int, of: int) -> tuple[int, int]:
+    """The row border nearest to the byte that lies `part / of` of all bytes into the stream."""
+    ends = stream.ends
+    border = ends[-1] * part if ends else 0  # in `of`-ths of a byte
+    tensor = bisect_right(ends, border // of)
+    if tensor == len(ends):
+        return tensor, 0
+    row_parts = stream.row_bytes[tensor] * of
+    into = border - (ends[tensor - 1] * of if tensor else 0)
+    row = (2 * into + row_parts) // (2 * row_parts)
+    return (tensor, row) if row < stream.rows[tensor] else (tensor + 1, 0)
 
 
-def _between(stream: Sequence[TensorSpec], start: _Cut, end: _Cut) -> Iterable[tuple[TensorSpec, int, int]]:
-    """(tensor, first row, row behind the last) of everything between two cuts."""
-    for number in range(start.tensor, min(end.tensor + 1, len(stream))):
-        first = start.row if number == start.tensor else 0
-        last = end.row if number == end.tensor else stream[number].rows
-        if number < end.tensor or last > first:  # a tensor without bytes has no rows to count
-            yield stream[number], first, last
+def _stripe(stream: _Stream, share: _Share) -> StripePlan:
+    rank, drive, *cuts = share
+    pieces, nbytes = _pieces(stream, *cuts)
+    return StripePlan(stripe_name(rank, drive), rank, drive, pieces, nbytes)
 
 
-def _stripe(file: str, rank: int, drive: int, parts: Iterable[tuple[TensorSpec, int, int]]) -> StripePlan:
+def _pieces(
+    stream: _Stream, tensor: int, row: int, last_tensor: int, last_row: int
+) -> tuple[tuple[Piece, ...], int]:
+    """Everything between two cuts, end to end, and its bytes."""
     pieces: list[Piece] = []
     offset = 0
-    for spec, first, last in parts:
-        nbytes = (last - first) * spec.row_bytes
-        pieces.append(Piece(spec.name, first, last - first, nbytes, offset))
+    while (tensor, row) < (last_tensor, last_row):
+        rows = (stream.rows[tensor] if tensor < last_tensor else last_row) - row
+        nbytes = rows * stream.row_bytes[tensor]
+        pieces.append(Piece(stream.specs[tensor].name, row, rows, nbytes, offset))
         offset += nbytes
-    return StripePlan(file, rank, drive, tuple(pieces), offset)
+        tensor, row = tensor + 1, 0
+    return tuple(pieces), offset

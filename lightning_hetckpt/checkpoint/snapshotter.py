@@ -353,7 +353,7 @@ class Snapshotter:
             Pour(
                 stripe,
                 layout.chunks(stripe),
-                stamp_header(layout.headers[stripe.file], record.snapshot_id),
+                stamp_header(layout.header(stripe), record.snapshot_id),
                 tensors,
                 self._writer(fleet.found.disks[stripe.drive]),
                 record.stripes[stripe.file] / stripe.file,

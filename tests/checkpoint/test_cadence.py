@@ -48,6 +48,36 @@ def test_at_the_required_bandwidth_the_stall_just_vanishes(
     assert stall_s(state, needed / 2, accumulate * window_s) == pytest.approx(accumulate * window_s)
 
 
+@given(
+    state=st.integers(0, 10**13), rate=st.floats(1e6, 1e12), window_s=seconds, accumulate=st.integers(1, 64)
+)
+def test_a_step_takes_the_longer_of_computing_and_writing(
+    state: int, rate: float, window_s: float, accumulate: int
+) -> None:
+    # T = max(F + B, C/b) + O, with g batches in one step.
+    computing_s = accumulate * window_s
+
+    assert computing_s + stall_s(state, rate, computing_s) == pytest.approx(max(computing_s, state / rate))
+    assert (stall_s(state, rate, computing_s) > 0) == (state / rate > computing_s)
+
+
+def test_a_state_of_no_bytes_needs_no_drive() -> None:
+    assert required_bytes_per_s(0, 0.5) == 0
+    assert stall_s(0, 1.0, 0.0) == 0
+
+
+def test_without_a_window_the_whole_write_stalls() -> None:
+    assert stall_s(3_000, 1_000.0, 0.0) == 3
+
+
+def test_accumulating_four_batches_needs_a_quarter_of_the_bandwidth() -> None:
+    assert required_bytes_per_s(12_000, 1.5, accumulate=4) == required_bytes_per_s(12_000, 1.5) / 4 == 2_000
+
+
+def test_a_job_that_fails_once_a_day_and_pays_a_second_saves_every_seven_minutes() -> None:
+    assert best_interval_s(1.0, 86_400) == pytest.approx(415.7, abs=0.1)
+
+
 @given(cost_s=st.floats(0.001, 10), mtbf_s=st.floats(1e4, 1e7), factor=st.floats(0.1, 10))
 def test_no_other_interval_loses_less_time_than_youngs(cost_s: float, mtbf_s: float, factor: float) -> None:
     def lost(interval_s: float) -> float:  # share of time: checkpoints, and half an interval per failure
@@ -70,6 +100,35 @@ def test_the_interval_is_the_first_whose_stall_is_small_enough(cost: SnapshotCos
 
     assert allowed(found, 1e-6)
     assert not any(allowed(n, -1e-6) for n in range(1, min(found, 2000)))
+
+
+@given(
+    cost=st.builds(SnapshotCost, st.floats(0, 1), st.floats(0, 10), st.floats(1e-2, 10)),
+    share=shares,
+    factor=st.floats(1, 4),
+)
+def test_dearer_snapshots_never_come_sooner_and_a_larger_allowance_never_later(
+    cost: SnapshotCost, share: float, factor: float
+) -> None:
+    found = shortest_interval(cost, share)
+
+    assert shortest_interval(SnapshotCost(factor * cost.own_s, cost.durable_s, cost.step_s), share) >= found
+    assert shortest_interval(SnapshotCost(cost.own_s, factor * cost.durable_s, cost.step_s), share) >= found
+    assert shortest_interval(SnapshotCost(cost.own_s, cost.durable_s, factor * cost.step_s), share) <= found
+    assert shortest_interval(cost, factor * share) <= found
+
+
+def test_a_snapshot_that_costs_nothing_comes_at_every_step() -> None:
+    assert shortest_interval(SnapshotCost(0.0, 0.0, 1e-6), 0.001) == 1
+
+
+@pytest.mark.parametrize("interval", [1, 7, 1000])
+def test_an_interval_that_fits_exactly_is_not_made_longer_by_rounding(interval: int) -> None:
+    step_s, share = 0.1, 0.05
+
+    assert shortest_interval(SnapshotCost(share * interval * step_s, 0.0, step_s), share) == interval
+    durable_s = (1 + share) * interval * step_s
+    assert shortest_interval(SnapshotCost(0.0, durable_s, step_s), share) == interval
 
 
 def review(cadence: Cadence, *costs: SnapshotCost) -> list[int]:

@@ -39,6 +39,49 @@ def per_rank(stripes: tuple[StripePlan, ...]) -> dict[int, int]:
     return given_bytes
 
 
+def owner_of_each_row(
+    specs: list[TensorSpec], by_rank: list[list[float]]
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """(rank, drive) of each row, found one by one: a row lies in the share that its middle falls into.
+
+    A middle right on a border belongs to the share before it. A tensor without rows counts as row -1.
+    """
+    total = sum(spec.nbytes for spec in specs)
+    shares = []
+    for rank, weights in enumerate(by_rank):
+        before, whole = Fraction(0), sum(map(Fraction, weights))
+        for drive, weight in enumerate(weights):
+            if weight:
+                shares.append((Fraction(total) * (rank + before / whole) / len(by_rank), (rank, drive)))
+            before += Fraction(weight)
+    found, at = {}, Fraction(0)
+    for spec in sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype]):
+        for row in range(spec.rows) or [-1]:
+            middle = at + Fraction(spec.nbytes, spec.rows or 1) * (row + Fraction(1, 2) if spec.rows else 0)
+            found[spec.name, row] = [shares[0][1], *(owner for start, owner in shares if start < middle)][-1]
+        at += spec.nbytes
+    return found
+
+
+@given(specs=SPECS, world_size=WORLDS, data=st.data())
+def test_each_row_lies_in_the_share_that_its_middle_falls_into(specs, world_size, data) -> None:
+    by_rank = data.draw(st.lists(WEIGHTS, min_size=world_size, max_size=world_size))
+    found = {}
+    for stripe in plan_stripes(specs, world_size, by_rank):
+        for piece in stripe.pieces:
+            for row in range(piece.row, piece.row + piece.rows) or [-1]:
+                found[piece.name, row] = (stripe.rank, stripe.drive)
+    assert found == owner_of_each_row(specs, by_rank)
+
+
+@given(specs=SPECS, world_size=WORLDS, data=st.data())
+def test_one_ranks_stripes_are_those_of_the_whole_plan(specs, world_size, data) -> None:
+    weights = data.draw(st.one_of(WEIGHTS, st.lists(WEIGHTS, min_size=world_size, max_size=world_size)))
+    stripes = plan_stripes(specs, world_size, weights)
+    for rank in range(world_size):
+        assert plan_stripes(specs, world_size, weights, rank) == tuple(s for s in stripes if s.rank == rank)
+
+
 @given(specs=SPECS, world_size=WORLDS, weights=WEIGHTS)
 def test_every_row_of_every_tensor_is_written_once(specs, world_size, weights) -> None:
     rows = defaultdict(list)

@@ -61,7 +61,7 @@ def pours(
         Pour(
             s,
             layout.chunks(s),
-            layout.headers[s.file],
+            layout.header(s),
             tensors,
             writers[s.drive],
             folder / s.file,

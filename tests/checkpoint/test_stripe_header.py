@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_hetckpt.checkpoint import layout
+from lightning_hetckpt.checkpoint import layout, stripe_header
 from lightning_hetckpt.checkpoint.layout import BLOCK_BYTES, drive_folder, new_id
 from lightning_hetckpt.checkpoint.manifest import FileEntry, Manifest
 from lightning_hetckpt.checkpoint.meta import pack_meta
@@ -30,7 +30,13 @@ from lightning_hetckpt.checkpoint.shard_plan import (
     plan_stripes,
 )
 from lightning_hetckpt.checkpoint.state_tree import flatten, spec
-from lightning_hetckpt.checkpoint.stripe_header import build_header, header_bytes, read_header, stamp_header
+from lightning_hetckpt.checkpoint.stripe_header import (
+    build_header,
+    header_bytes,
+    header_lengths,
+    read_header,
+    stamp_header,
+)
 from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 
 # The stock loader warns that it runs in one process; that is the point here.
@@ -242,6 +248,23 @@ def test_a_header_ends_on_a_block_border_and_is_as_long_for_every_snapshot(names
         assert stamp_header(header, second) == build_header(stripe, specs, second)
 
 
+@given(
+    names=NAMES,
+    shape=st.lists(st.integers(0, 2000), max_size=3).map(tuple),
+    count=st.integers(0, 20),
+    world_size=st.integers(1, 4),
+)
+def test_the_length_of_a_header_is_known_without_making_it(names, shape, count, world_size) -> None:
+    specs = {name: TensorSpec(name, "BF16", shape) for name in [*names, *map(str, range(count))]}
+    stripes = [*plan_stripes(list(specs.values()), world_size, [2.0, 1.0]), plan_owned(list(specs.values()))]
+    with pytest.MonkeyPatch.context() as no_padding:  # it would hide an error of a few bytes
+        no_padding.setattr(stripe_header, "padded", lambda nbytes: nbytes)
+        made = {stripe.file: len(build_header(stripe, specs, new_id())) for stripe in stripes}
+        assert header_lengths(stripes, specs) == made
+    made = {stripe.file: len(build_header(stripe, specs, new_id())) for stripe in stripes}
+    assert header_lengths(stripes, specs) == made
+
+
 @given(count=st.integers(0, 30), world_size=st.integers(1, 4))
 def test_reading_a_header_finds_what_was_planned(count: int, world_size: int) -> None:
     specs = {f"t{n}": TensorSpec(f"t{n}", "BF16", (7, 3, 2)[: n % 4]) for n in range(count)}
@@ -351,3 +374,5 @@ def test_too_many_tensors_for_one_header_are_refused_before_anything_is_written(
     specs = {f"t{n}": TensorSpec(f"t{n}", "F32", (9, 3)) for n in range(100)}
     with pytest.raises(CheckpointError, match="100 tensors need a header of"):
         build_header(plan_owned(list(specs.values())), specs, new_id())
+    with pytest.raises(CheckpointError, match="100 tensors need a header of"):
+        header_lengths([plan_owned(list(specs.values()))], specs)
