@@ -22,6 +22,7 @@ RINGS = {
     "balance.optperf": REASONING,
     "balance.solver": REASONING,
     "balance.line_fit": REASONING,
+    "balance.evidence": REASONING,
     "balance.probe": REASONING,
     "balance.sync_fit": REASONING,
     "balance.controller": REASONING,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_hetckpt.balance.evidence import stands_out
 from lightning_hetckpt.balance.plan import BatchPlan, StepKey
 from lightning_hetckpt.balance.probe import probe_shares
-from lightning_hetckpt.balance.solver import DeviceModel, OptPerf, SyncModel, optimise, optperf_over, step_s
+from lightning_hetckpt.balance.solver import (
+    DeviceModel,
+    OptPerf,
+    SyncModel,
+    device_s,
+    optimise,
+    optperf_over,
+    step_s,
+)
 from lightning_hetckpt.balance.sync_fit import SyncFit
 from lightning_hetckpt.balance.throughput import ThroughputModel, WindowStats
 from lightning_hetckpt.errors import PlanError
@@ -83,15 +91,15 @@ class Controller:
         if models is None or start <= current.start:
             return None
         sync = self._sync_model()
-        now_s = step_s(models, current.shares, sync)
+        own_s = device_s(models, current.shares, sync)
+        now_s = max(own_s)
         best = self._best(models, current.shares, sync)
         gain = 1 - best.step_s / now_s
-        chance = self._chance_gain(current.shares)
-        if gain > max(_LEAST_GAIN, chance):
+        errors_s = [rank.error_s(share) for rank, share in zip(self._ranks, current.shares, strict=True)]
+        if gain > _LEAST_GAIN and stands_out([seconds - best.step_s for seconds in own_s], errors_s):
             self._windows = 0
             return BatchPlan(best.shares, start, f"{gain:.0%} faster than {now_s:.3g} s", best.step_s)
-        # What could be gained at best is the more easily mistaken, by twice as much.
-        return self._probe(models, current, start, max(_LEAST_GAIN, 2 * chance))
+        return self._probe(models, current, start, errors_s)
 
     def predict(self, total: int) -> OptPerf | None:
         """The best split of another global batch and its step time; None where that cannot be told.
@@ -164,33 +172,22 @@ class Controller:
         ]
 
     def _probe(
-        self, models: Sequence[DeviceModel], current: BatchPlan, start: StepKey, worth: float
+        self, models: Sequence[DeviceModel], current: BatchPlan, start: StepKey, errors_s: Sequence[float]
     ) -> BatchPlan | None:
         """A plan only a little off the present one, that tells about lines which are anybody's guess."""
         if self._probed or self._windows < _WINDOWS_BEFORE_PROBE:
             return None
+        sync = self._sync_model()
         shares = probe_shares(
             self._ranks,
             models,
             current.shares,
             (self._min_samples, self._max_samples, self._multiple_of),
-            self._sync_model(),
-            worth,
+            sync,
+            errors_s,
             self._explore,
         )
         if shares is None:
             return None
         self._probed, self._windows = True, 0
-        return BatchPlan(
-            shares, start, "a probe at other batch sizes", step_s(models, shares, self._sync_model())
-        )
-
-    def _chance_gain(self, shares: Sequence[int]) -> float:
-        """The gain that ranks of equal speed would seem to offer by noise alone.
-
-        The slowest of W noisy ranks stands out by about sqrt(2 ln W) standard deviations; one and a
-        half more make a mistake rare.
-        """
-        errors = [rank.relative_error(share) for rank, share in zip(self._ranks, shares, strict=True)]
-        typical = math.sqrt(sum(error**2 for error in errors) / len(errors))
-        return typical * (1.5 + math.sqrt(2 * math.log(len(errors))))
+        return BatchPlan(shares, start, "a probe at other batch sizes", step_s(models, shares, sync))

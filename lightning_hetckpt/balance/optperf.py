@@ -179,6 +179,14 @@ class Fleet:
         return np.lexsort([each for slope, fixed in reversed(self._lines) for each in (fixed, slope)])
 
 
+def device_s(
+    models: Sequence[DeviceModel], shares: Sequence[int], sync: SyncModel | None = None
+) -> list[float]:
+    """Seconds that a step would take with each device's share, were it the slowest one."""
+    seconds: list[float] = Fleet(models, sync).step_s(np.array(shares, dtype=np.float64)).tolist()
+    return seconds
+
+
 def step_s(models: Sequence[DeviceModel], shares: Sequence[int], sync: SyncModel | None = None) -> float:
     """Seconds that a step takes with these shares, all-reduce included where `sync` tells about it."""
-    return float(Fleet(models, sync).step_s(np.array(shares, dtype=np.float64)).max())
+    return max(device_s(models, shares, sync))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hetckpt.balance.solver import DeviceModel, SyncModel, optimise, solve, step_s
+from lightning_hetckpt.balance.evidence import stands_out
+from lightning_hetckpt.balance.solver import DeviceModel, SyncModel, device_s, optimise, solve
 from lightning_hetckpt.balance.throughput import ThroughputModel
 from lightning_hetckpt.errors import PlanError
 
+# Nothing below this gain is worth looking for.
+_LEAST_GAIN = 0.03
 # A line is a guess while its fixed part is in doubt by this share of the step.
 _GUESS = 0.25
 # What the fixed part may well be is this many standard deviations more than it seems.
@@ -22,7 +25,7 @@ def probe_shares(
     shares: Sequence[int],
     bounds: tuple[Sequence[int], Sequence[int | None], int],
     sync: SyncModel | None,
-    worth: float,
+    errors_s: Sequence[float],
     explore: bool,
 ) -> tuple[int, ...] | None:
     """Shares at most an eighth off the present ones, or None where knowing more cannot pay.
@@ -36,7 +39,7 @@ def probe_shares(
         shares: the split in force.
         bounds: fewest and most samples of each device, and the multiple of all shares but one.
         sync: the all-reduce.
-        worth: the least gain that is worth a new plan.
+        errors_s: one standard deviation of each device's seconds.
         explore: whether any line that is a guess is a reason to probe.
     """
     guessed = [rank.shape_error(share) > _GUESS for rank, share in zip(ranks, shares, strict=True)]
@@ -45,9 +48,14 @@ def probe_shares(
         rank.turned(share, _HOPE) if guess and seconds < max(own_s) else model
         for rank, model, share, guess, seconds in zip(ranks, models, shares, guessed, own_s, strict=True)
     ]
-    now_s = step_s(models, shares, sync)
+    seen_s = device_s(models, shares, sync)
     try:
-        if 1 - optimise(hopeful, sum(shares), *bounds, sync).step_s / now_s > worth:
+        hoped_s = optimise(hopeful, sum(shares), *bounds, sync).step_s
+        # What may be gained with luck is the more easily mistaken, by twice as much.
+        doubled_s = [2 * error for error in errors_s]
+        if hoped_s < (1 - _LEAST_GAIN) * max(seen_s) and stands_out(
+            [each - hoped_s for each in seen_s], doubled_s
+        ):
             return _moved(hopeful, shares, bounds, sync)
         if explore and any(guessed):
             # As if every second device were much slower.

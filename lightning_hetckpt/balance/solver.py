@@ -15,6 +15,7 @@ from lightning_hetckpt.balance.optperf import (
     Samples,
     Seconds,
     SyncModel,
+    device_s,
     step_s,
 )
 from lightning_hetckpt.errors import PlanError
@@ -23,6 +24,7 @@ __all__ = [
     "DeviceModel",
     "OptPerf",
     "SyncModel",
+    "device_s",
     "optimise",
     "optperf_over",
     "share_by_speed",
