@@ -8,6 +8,8 @@ from typing import Any
 from lightning_hetckpt.balance.solver import SyncModel
 from lightning_hetckpt.balance.throughput import WindowStats
 
+# Relative error of a step's overlap point, at least, and where no spread was measured.
+_LEAST_ERROR, _STEP_ERROR = 0.01, 0.1
 # The overlap point belongs to the model and its buckets, not to the devices: it hardly wanders.
 _WANDER = 0.01
 # A transfer that seems to take longer is believed by this part a window only, for it was most likely waiting.
@@ -63,7 +65,8 @@ def _overlaps(windows: Iterable[WindowStats]) -> Iterable[tuple[float, float]]:
         if window.backward_s and window.first_bucket_s is not None:
             overlap = window.first_bucket_s / window.backward_s
             if 0 < overlap <= 1:
-                yield overlap, (overlap * window.relative_error) ** 2
+                spread = window.spread_s / window.compute_s if window.spread_s is not None else _STEP_ERROR
+                yield overlap, overlap**2 * (spread**2 + _LEAST_ERROR**2) / window.count
 
 
 def _combined(values: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
