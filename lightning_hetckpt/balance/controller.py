@@ -95,9 +95,13 @@ class Controller:
         if gain > _LEAST_GAIN and stands_out([seconds - aim.step_s for seconds in own_s], errors_s):
             best = self._reachable(models, current.shares, sync) or aim
             if best.step_s < now_s:
-                self._windows = 0
                 reason = f"{1 - best.step_s / now_s:.0%} faster than {now_s:.3g} s"
-                return BatchPlan(best.shares, start, reason, best.step_s)
+            elif best.step_s == now_s and self._leads_on(current.shares, best.shares):
+                reason = f"on the way to {gain:.0%} faster than {now_s:.3g} s"
+            else:
+                return None
+            self._windows = 0
+            return BatchPlan(best.shares, start, reason, best.step_s)
         return self._probe(models, current, start, errors_s)
 
     def predict(self, total: int) -> OptPerf | None:
@@ -167,6 +171,11 @@ class Controller:
         return [
             far if most is None else min(far, most) for far, most in zip(reach, self._bounds[1], strict=True)
         ]
+
+    def _leads_on(self, shares: Sequence[int], then: Sequence[int]) -> bool:
+        """Whether a rank would get more than it ever had, after which it may get more again."""
+        limits = [max(share, rank.most_timed) for share, rank in zip(shares, self._ranks, strict=True)]
+        return any(share > limit for share, limit in zip(then, limits, strict=True))
 
     def _probe(
         self, models: Sequence[DeviceModel], current: BatchPlan, start: StepKey, errors_s: Sequence[float]

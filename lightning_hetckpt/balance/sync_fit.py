@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,7 +81,7 @@ def _combined(values: Iterable[tuple[float, float]]) -> tuple[float, float] | No
 
 def _lower(known_s: float | None, seen_s: Iterable[float]) -> float | None:
     """The smallest of the seconds seen, but only a part of a rise above those known."""
-    smallest_s = min((seconds for seconds in seen_s if seconds >= 0), default=None)
+    smallest_s = min((seconds for seconds in seen_s if 0 <= seconds < math.inf), default=None)
     if smallest_s is None or known_s is None:
         return known_s if smallest_s is None else smallest_s
     return smallest_s if smallest_s <= known_s else known_s + _RISE * (smallest_s - known_s)
