@@ -148,6 +148,8 @@ class VirtualRun:
 
     def windows(self) -> list[WindowStats | None]:
         """What each rank would tell in an exchange now; what was told is forgotten."""
+        if not self._rows:
+            return [None] * len(self._samples)
         table = np.array(self._rows)  # steps, numbers, ranks
         at = self._since + np.arange(len(table))[:, None]
         counts = at >= self._counts_from

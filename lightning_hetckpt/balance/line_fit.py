@@ -12,6 +12,9 @@ _WANDER = 0.01
 # A window that misses its prediction by more than this, and by more than chance explains, means that
 # the device has changed its speed.
 _DRIFT, _BEYOND_CHANCE = 0.15, 3.0
+# Misses that are each mere chance, but go on in one direction, mean that the speed slides: their sum, in standard
+# deviations beyond the first number each, may not pass the second (Page's cumulative sum).
+_ALLOWED, _TOO_MANY = 0.75, 4.0
 # However flat a line looks, at least this share of a step is taken to grow with the batch.
 _LEAST_SLOPE = 0.05
 
@@ -30,6 +33,7 @@ class LineFit:
         self.per_sample_s = 0.0
         self._doubt = (0.0, 0.0, 0.0)  # variance of fixed_s, covariance, variance of per_sample_s
         self._most_timed = 0
+        self._slower, self._faster = 0.0, 0.0  # cumulative sums of the misses in each direction
 
     @property
     def most_timed(self) -> int:
@@ -59,15 +63,27 @@ class LineFit:
         else:
             self._grow_doubt(1.0, _WANDER)
             predicted_s = self.at(samples)
-            missed_s = abs(measured_s - predicted_s)
+            missed_s = measured_s - predicted_s
             chance_s = math.sqrt(self._variance(samples) + error)
-            if missed_s > _DRIFT * predicted_s and missed_s > _BEYOND_CHANCE * chance_s:
+            if abs(missed_s) > max(_DRIFT * predicted_s, _BEYOND_CHANCE * chance_s):
                 ratio = measured_s / predicted_s
                 self._grow_doubt(ratio, 0.0)
                 self.fixed_s, self.per_sample_s = self.fixed_s * ratio, self.per_sample_s * ratio
                 self._doubt_shape(samples, measured_s)
+                self._slower, self._faster = 0.0, 0.0
+            elif self._slides(missed_s / max(chance_s, 1e-12 * predicted_s)):
+                self._grow_doubt(1.0, abs(missed_s) / predicted_s)
             self._weigh(samples, measured_s, error)
         self._most_timed = max(self._most_timed, samples)
+
+    def _slides(self, miss: float) -> bool:
+        """Whether this miss, in standard deviations, is one too many in its direction."""
+        self._slower = max(0.0, self._slower + miss - _ALLOWED)
+        self._faster = max(0.0, self._faster - miss - _ALLOWED)
+        if max(self._slower, self._faster) <= _TOO_MANY:
+            return False
+        self._slower, self._faster = 0.0, 0.0
+        return True
 
     def _weigh(self, samples: int, measured_s: float, error: float) -> None:
         """Weigh the measurement against the line, each by its own doubt."""
@@ -118,6 +134,7 @@ class LineFit:
             "line": [self.fixed_s, self.per_sample_s],
             "doubt": list(self._doubt),
             "most_timed": self._most_timed,
+            "misses": [self._slower, self._faster],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,3 +143,4 @@ class LineFit:
         p00, p01, p11 = map(float, state["doubt"])
         self._doubt = (p00, p01, p11)
         self._most_timed = int(state["most_timed"])
+        self._slower, self._faster = map(float, state["misses"])

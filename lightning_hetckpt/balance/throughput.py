@@ -70,11 +70,14 @@ class _Noise:
     def median_error(self, window: WindowStats) -> float:
         """One standard deviation of this window's medians, as a share of them."""
         spread = _STEP_ERROR if window.spread_s is None else window.spread_s / window.compute_s
+        usual = math.sqrt(self._squares / self._steps) if self._steps else spread
+        # A window in the middle of which the speed changed scatters far more than those to come.
+        kept = min(spread, max(2 * usual, _STEP_ERROR))
         self._steps = window.count + _REMEMBER * self._steps
-        self._squares = window.count * spread**2 + _REMEMBER * self._squares
-        step = math.sqrt(self._squares / self._steps * (1 + _DISTRUST / self._steps))
+        self._squares = window.count * kept**2 + _REMEMBER * self._squares
+        usual = math.sqrt(self._squares / self._steps * (1 + _DISTRUST / self._steps))
         # The median of n normal values spreads sqrt(pi / 2n) times as wide as one of them.
-        return math.hypot(step * math.sqrt(math.pi / 2 / window.count), _LEAST_ERROR)
+        return math.hypot(max(usual, spread) * math.sqrt(math.pi / 2 / window.count), _LEAST_ERROR)
 
 
 class ThroughputModel:

@@ -106,7 +106,7 @@ def test_what_has_settled_stays_settled(speeds) -> None:
 
 def test_a_slow_slide_is_followed() -> None:
     found = course(cluster((1,) * 8, noise=0.03, slowdowns=(Slowdown(3, 100, 300, 1.6, slides=True),)), 360)
-    assert max(found.over[100:]) <= 0.1
+    assert max(found.over[100:]) <= 0.15  # of 48 % if nobody did anything
     assert found.over[-1] <= 0.03
 
 
