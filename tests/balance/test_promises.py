@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.cluster import Cluster, Slowdown
-from benchmarks.simulate import LOOK_EVERY, READY, Course, Ours, simulate
+from benchmarks.policies import LOOK_EVERY, Course, Ours, simulate
+from benchmarks.simulate import READY
 from lightning_hetckpt.balance.solver import DeviceModel
 
 FLEETS = [

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import simulate
-from benchmarks.simulate import CLUSTERS, READY, Ours, Proportional, adapt, fleet
+from benchmarks.policies import Ours, Proportional
+from benchmarks.simulate import CLUSTERS, READY, adapt, fleet
 
 ROOT = Path(__file__).parents[2]
 
