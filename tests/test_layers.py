@@ -61,6 +61,7 @@ RINGS = {
     "host": DOORS,
     "resume": DOORS,
     "loaders": DOORS,
+    "balancer": DOORS,
     "strategy": DOORS,
     "callbacks": DOORS,
     "checkpoint_io": DOORS,
