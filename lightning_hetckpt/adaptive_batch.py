@@ -9,16 +9,17 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_hetckpt import host
-from lightning_hetckpt.balance.goodput import BatchChoice, candidates, choose
-from lightning_hetckpt.balance.gradient_norms import GradientNorms
+from lightning_hetckpt.balance.controller import Prediction
+from lightning_hetckpt.balance.goodput import candidates, choose
+from lightning_hetckpt.balance.gradient_norms import CommHook, GradientNorms
 from lightning_hetckpt.balance.lr_scaling import LrScaling, lr_factor, scheduler_ticks
 from lightning_hetckpt.balance.noise_scale import NoiseAverages, noise_parts
+from lightning_hetckpt.balance.plan import BatchPlan, StepKey
 from lightning_hetckpt.errors import ConfigurationError
 
 # The speeds are known around the batches that were timed, so no change goes further than this at once.
@@ -73,7 +74,7 @@ class AdaptiveBatch(Callback):
         self.min_global_batch_size = min_global_batch_size
         self.lr_scaling = lr_scaling
         self.every_n_epochs = every_n_epochs
-        self.norms = GradientNorms()
+        self._norms = GradientNorms()
         self._averages = NoiseAverages()
         self._measured: list[tuple[Tensor, float]] = []  # of steps that the device may not have come to yet
         self._odd = False  # a batch of the present optimizer step was no whole one
@@ -91,6 +92,12 @@ class AdaptiveBatch(Callback):
         return self._averages.noise_scale
 
     @property
+    def cautious_noise_scale(self) -> float | None:
+        """A noise scale that is rather too small than too large: what choices are made by."""
+        self._settle()
+        return self._averages.cautious
+
+    @property
     def lr_factor(self) -> float:
         """By how much the optimizer's steps of this epoch multiply the learning rate."""
         return self._lr_factor
@@ -100,39 +107,46 @@ class AdaptiveBatch(Callback):
         """The batch that the user's learning rate was made for; None before the loaders are set up."""
         return self._base
 
-    def begin_fit(self, wanted: int, saved: bool) -> int:
+    def begin_fit(self, wanted: int, is_resumed: bool, is_explicit: bool) -> int:
         """Take note of the batch that the user asked for, and return the one to train with.
 
         Args:
-            wanted: by the loader or `global_batch_size`.
-            saved: whether this fit goes on from a checkpoint.
+            wanted: by `global_batch_size` (`is_explicit`), else the saved one, else the loader's.
+            is_resumed: whether this fit goes on from a checkpoint; then the batch chosen there stays, unless the
+                user now starts from another one.
+            is_explicit: whether it was `global_batch_size`.
         """
-        if saved and self._total and wanted in (self._base, self._total):
+        if is_resumed and self._base is not None and wanted == (self._base if is_explicit else self._total):
             return self._total
-        if self._base is None or not saved:
+        if not is_resumed:
             self._averages = NoiseAverages()
+        least = self.min_global_batch_size or 1
+        if not least <= wanted <= self.max_global_batch_size:
+            raise ConfigurationError(
+                f"the global batch of the start has {wanted} samples, but AdaptiveBatch keeps to {least} to "
+                f"{self.max_global_batch_size}; start within these bounds, or change them"
+            )
         self._base = self._total = wanted
         self._lr_factor = 1.0
-        if wanted > self.max_global_batch_size or wanted < (self.min_global_batch_size or 1):
-            raise ConfigurationError(
-                f"the global batch of the start has {wanted} samples, but AdaptiveBatch keeps to "
-                f"{self.min_global_batch_size or 1} to {self.max_global_batch_size}; start within these bounds"
-            )
         return wanted
 
     # ------------------------------------------------------------ one step
+
+    def wrap(self, hook: CommHook) -> CommHook:
+        """A communication hook that reduces as `hook` does and measures the gradients on the way."""
+        return self._norms.wrap(hook)
 
     def batch_begins(self, samples: int, total: int, weight: float) -> None:
         """A batch comes whose gradient will carry `weight` in the buckets, of `total` samples of all ranks."""
         self._settle()
         self._odd = self._odd or total != self._total
-        self.norms.add_batch(samples, total, weight)
+        self._norms.add_batch(samples, total, weight)
 
     def backward_ended(self, ranks: int, loss_scale: Tensor | float) -> None:
         """A backward pass is over; if it reduced, add up what the ranks measured: two numbers each, every step."""
-        if not self.norms.complete:
+        if not self._norms.complete:
             return
-        squares, odd, self._odd = self.norms.take(ranks, loss_scale), self._odd, False
+        squares, odd, self._odd = self._norms.take(ranks, loss_scale), self._odd, False
         # A short batch, the last of an epoch, would need another weighing; all ranks leave out the same ones.
         if odd or squares is None or ranks < 2:
             return
@@ -162,9 +176,9 @@ class AdaptiveBatch(Callback):
                 group["lr"] = rate
             self._unscaled = None
 
-    def ticks(self, trainer: Trainer, base_batches: int) -> int:
+    def _ticks(self, trainer: Trainer) -> int:
         """How often a step-wise scheduler moves behind the present optimizer step."""
-        base_steps = host.optimizer_steps(trainer, base_batches)
+        base_steps = host.optimizer_steps(trainer, trainer.strategy.base_batches)  # type: ignore[attr-defined]
         if trainer.max_steps != -1 and (
             trainer.max_epochs in (None, -1) or trainer.max_epochs * base_steps > trainer.max_steps
         ):
@@ -180,33 +194,47 @@ class AdaptiveBatch(Callback):
         return epoch > 0 and epoch % self.every_n_epochs == 0
 
     def choose(
-        self, step_s: Callable[[int], float | None], least: int, most: float, multiple_of: int = 1
-    ) -> BatchChoice | None:
-        """The batch for the next epoch, or None to keep the present one.
+        self,
+        predict: Callable[[int], Prediction | None],
+        epoch: int,
+        least: int,
+        most: int,
+        multiple_of: int,
+    ) -> BatchPlan | None:
+        """The plan with which `epoch` gets on fastest, or None to keep the present batch.
 
         Args:
-            step_s: predicted seconds of a step with so many samples; None where that is not known.
+            predict: the best split of so many samples and its time; None where that is not known.
             least: samples that the ranks take together at the least.
             most: and at the most.
-            multiple_of: of the shares.
+            multiple_of: what a batch should be a multiple of.
         """
-        self._settle()
-        noise_scale = self._averages.cautious
+        noise_scale = self.cautious_noise_scale
         if self._base is None or noise_scale is None:
             return None
         low = max(least, self.min_global_batch_size or self._base, math.ceil(self._total / _REACH))
-        high = int(min(most, self.max_global_batch_size, self._total * _REACH))
+        high = min(most, self.max_global_batch_size, self._total * _REACH)
         if low > high:
             return None
-        totals = candidates(low, high, min(max(self._total, low), high), multiple_of)
-        return choose(self._total, self._base, noise_scale, totals, step_s)
 
-    def begin_epoch(self, total: int) -> None:
-        """Train the coming epoch with a global batch of `total` samples."""
-        self._settle()
+        def step_s(total: int) -> float | None:
+            found = predict(total)
+            return found.step_s if found is not None else None
+
+        totals = candidates(low, high, min(max(self._total, low), high), multiple_of)
+        choice = choose(self._total, self._base, noise_scale, totals, step_s)
+        best = predict(choice.total) if choice is not None else None
+        if choice is None or best is None:
+            return None
+        reason = f"a global batch of {choice.total}: {choice.gain:.0%} more progress per second"
+        reason += f" at a noise scale of {noise_scale:.3g}"
+        return BatchPlan(best.shares, StepKey(epoch, 0), reason, best.step_s)
+
+    def begin_epoch(self, total: int, noise_scale: float | None) -> None:
+        """Train the coming epoch with a global batch of `total` samples, at a learning rate to match."""
         self._total = total
         if self._base is not None:
-            self._lr_factor = lr_factor(self.lr_scaling, total, self._base, self._averages.cautious)
+            self._lr_factor = lr_factor(self.lr_scaling, total, self._base, noise_scale)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -219,18 +247,35 @@ class AdaptiveBatch(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an optimizer that takes its learning rate before the backward pass."""
+        """Refuse an optimizer that takes its learning rate too early, and pace the schedulers."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ConfigurationError(
                     "found LBFGS, which runs several backward passes in a step; AdaptiveBatch cannot scale its learning "
                     "rate. Use another optimizer, or leave adaptive_batch out."
                 )
+        host.pace_schedulers(trainer, lambda: self._ticks(trainer))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose; this callback stands first, so that progress bars already see the new number of batches."""
         trainer.strategy.begin_epoch()  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the noise scale, the batch and the learning rate's factor."""
+        noise_scale = self._averages.noise_scale
+        if noise_scale is not None:
+            pl_module.log("hetckpt/noise_scale", noise_scale)
+        pl_module.log("hetckpt/global_batch_size", float(self._total))
+        pl_module.log("hetckpt/lr_factor", self._lr_factor)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the module's schedulers as they were."""
+        host.free_schedulers(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -250,11 +295,3 @@ class AdaptiveBatch(Callback):
         self._total = state_dict["global_batch_size"]
         self._lr_factor = state_dict["lr_factor"]
         self._averages.load_state_dict(state_dict["noise"])
-
-
-def log_choice(choice: BatchChoice, epoch: int, noise_scale: float | None) -> None:
-    """One line about a change, from rank 0."""
-    rank_zero_info(
-        f"hetckpt: {choice.total} samples in a global batch from epoch {epoch} on, {choice.gain:.0%} more progress "
-        f"per second (noise scale {noise_scale or 0:.3g} samples, {choice.step_s:.3g} s per step)"
-    )

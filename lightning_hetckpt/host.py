@@ -376,6 +376,7 @@ def optimizer_steps(trainer: Trainer, batches: int) -> int:
 
 def pace_schedulers(trainer: Trainer, ticks: Callable[[], int]) -> None:
     """Let step-wise schedulers move `ticks()` times behind an optimizer step instead of once."""
+    free_schedulers(trainer)
     module = trainer.lightning_module
     stepwise = []
     for config in trainer.lr_scheduler_configs:

@@ -17,12 +17,15 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_hetckpt import host, loaders, resume
+from lightning_hetckpt.adaptive_batch import AdaptiveBatch
+from lightning_hetckpt.balance.gradient_norms import check_hook
 from lightning_hetckpt.balance.plan import BatchPlan
 from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
 from lightning_hetckpt.callbacks import ensure_snapshots
@@ -54,6 +57,7 @@ class HeteroDDP(DDPStrategy):
         multiple_of: shares are multiples of this, but for one rank that takes what is left.
         replan_every: batches from one look at the timings to the next.
         loss_reduction: how `training_step` reduces its loss over the samples of its batch.
+        adaptive_batch: chooses the global batch anew between epochs; None keeps it.
         **ddp_kwargs: passed on to Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
 
     Raises:
@@ -70,6 +74,7 @@ class HeteroDDP(DDPStrategy):
         multiple_of: int = 1,
         replan_every: int = 20,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        adaptive_batch: AdaptiveBatch | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_options(ddp_kwargs)
@@ -81,7 +86,14 @@ class HeteroDDP(DDPStrategy):
             raise ConfigurationError(
                 f'HeteroDDP(loss_reduction={loss_reduction!r}): expected "mean" or "sum"'
             )
+        if adaptive_batch is not None and (policy != "live" or loss_reduction != "mean"):
+            raise ConfigurationError(
+                f"HeteroDDP(adaptive_batch=..., policy={policy!r}, loss_reduction={loss_reduction!r}): the choice of a "
+                'batch needs learnt speeds and gradients of a mean, so expected policy="live" and '
+                'loss_reduction="mean"'
+            )
         self.loss_reduction = loss_reduction
+        self.adaptive_batch = adaptive_batch
         self._balancer: Balancer | None = None  # of the present fit, or of the last one
         self._channel: Channel = SoloChannel()
         self._agreed: dict[str, str] = {}  # this rank's path of the last snapshot -> rank 0's
@@ -94,6 +106,7 @@ class HeteroDDP(DDPStrategy):
         self._weight = 1.0  # of this rank's loss
         host.find_last_snapshot_too()
         host.refuse_other_lightning()
+        host.estimate_steps_at_base_batch()
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -114,6 +127,8 @@ class HeteroDDP(DDPStrategy):
         ensure_snapshots(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._balancer, self._unfenced = None, []
+            if self.adaptive_batch is not None:
+                host.add_first_callback(trainer, self.adaptive_batch)
             host.watch_train_loaders(trainer, self._expect_train_loaders)
 
     def _expect_train_loaders(self, given: list[Any]) -> None:
@@ -131,7 +146,9 @@ class HeteroDDP(DDPStrategy):
             self._channel = GroupChannel(gloo)
         trainer = self._trainer()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._balancer = Balancer(self.options, trainer, self._channel, self.root_device)
+            self._balancer = Balancer(
+                self.options, trainer, self._channel, self.root_device, self.adaptive_batch
+            )
         self._agreed = resume.agree_on_last(trainer)
 
     @override
@@ -151,9 +168,13 @@ class HeteroDDP(DDPStrategy):
             super()._register_ddp_hooks()
             return
         # DDP takes one hook only, so the user's runs inside ours; stock Lightning would ignore it on CPU.
-        user_hook: Any = self._ddp_comm_hook
-        if user_hook is not None and self._ddp_comm_wrapper is not None:
+        user_hook: Any = self._ddp_comm_hook or allreduce_hook
+        if self.adaptive_batch is not None:
+            check_hook(user_hook, self._ddp_comm_state)
+        if self._ddp_comm_hook is not None and self._ddp_comm_wrapper is not None:
             user_hook = self._ddp_comm_wrapper(user_hook)
+        if self.adaptive_batch is not None:
+            user_hook = self.adaptive_batch.wrap(user_hook)
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._ddp_comm_state, self._balancer.timing_hook(user_hook))
 
@@ -189,6 +210,18 @@ class HeteroDDP(DDPStrategy):
             return dataloader
         return self._balancer.share_out(dataloader)
 
+    # ------------------------------------------------------------ adaptive global batch
+
+    def begin_epoch(self) -> None:
+        """Called by AdaptiveBatch on all ranks before the first batch of an epoch is drawn."""
+        if self._balancer is not None:
+            self._balancer.begin_epoch()
+
+    @property
+    def base_batches(self) -> int | None:
+        """Batches in an epoch at the global batch of the start; None where it never changes."""
+        return self._balancer.base_batches if self._balancer is not None else None
+
     # ------------------------------------------------------------ one batch
 
     @override
@@ -208,6 +241,10 @@ class HeteroDDP(DDPStrategy):
         scale = float(share.samples > 0) if self.loss_reduction == "sum" else self._fraction
         self._weight = self.world_size * scale
         host.count_logged_samples(self._trainer(), share.samples)
+        if self.adaptive_batch is not None:
+            # Lightning divides the loss by the batches of an optimizer step.
+            weight = self._weight / self._trainer().accumulate_grad_batches
+            self.adaptive_batch.batch_begins(share.samples, share.whole, weight)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,11 +264,19 @@ class HeteroDDP(DDPStrategy):
             closure_loss = closure_loss * self._weight
         self._in_backward = True
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             self._in_backward = False
             if self._balancer is not None:
                 self._balancer.timer.backward_ended()
+        if self.adaptive_batch is not None:
+            self.adaptive_batch.backward_ended(self.world_size, self._loss_scale())
+        return loss
+
+    def _loss_scale(self) -> Tensor | float:
+        """What mixed precision multiplies the loss by, without waiting for the device."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -273,6 +318,8 @@ class HeteroDDP(DDPStrategy):
             self._weights_move_next = False
             result = closure()
             self._fence()
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.scale_lr(optimizer)
             self._weights_move_next = True  # a save in `on_before_optimizer_step` comes too late to overlap
             return result
 
@@ -280,6 +327,8 @@ class HeteroDDP(DDPStrategy):
             return super().optimizer_step(optimizer, fenced, model, **kwargs)
         finally:
             self._weights_move_next = False
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.restore_lr(optimizer)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -63,6 +63,7 @@ RINGS = {
     "loaders": DOORS,
     "balancer": DOORS,
     "strategy": DOORS,
+    "adaptive_batch": DOORS,
     "callbacks": DOORS,
     "checkpoint_io": DOORS,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hetckpt.balance.plan import BatchPlan, StepKey
@@ -15,6 +16,14 @@ from lightning_hetckpt.errors import PlanError
 _LEAST_GAIN = 0.03
 # No share grows beyond the largest batch that the device was timed at by more than this factor.
 _REACH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A split of a global batch, and the seconds that the slowest rank should need for it."""
+
+    shares: tuple[int, ...]
+    step_s: float
 
 
 class Controller:
@@ -77,6 +86,21 @@ class Controller:
         if gain <= max(_LEAST_GAIN, self._chance_gain(current.shares)):
             return None
         return BatchPlan(shares, start, f"{gain:.0%} faster than {now_s:.3g} s", then_s)
+
+    def predict(self, total: int) -> Prediction | None:
+        """The best split of a global batch of `total` samples; None while a rank was never timed, or if none fits."""
+        lines = [line for model in self._models if (line := model.line()) is not None]
+        if len(lines) < len(self._models):
+            return None
+        try:
+            shares = solve(lines, total, self._min_samples, self._max_samples, self._multiple_of)
+        except PlanError:
+            return None
+        return Prediction(shares, _slowest_s(lines, shares))
+
+    def change_total(self, total: int) -> None:
+        """Decide about global batches of `total` samples from now on."""
+        self._global_batch_size = total
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt about each rank, as plain JSON data."""

@@ -150,6 +150,11 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         return self._book.at(self._issued).shares[self._rank]
 
     @property
+    def samples(self) -> int:
+        """Samples of all ranks together in an epoch."""
+        return len(self._order)
+
+    @property
     def issued(self) -> StepKey:
         """The furthest batch that was ever handed out; batch -1 before the first."""
         return self._issued
