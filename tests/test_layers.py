@@ -38,6 +38,7 @@ RINGS = {
     "checkpoint.ledger": ENGINE,
     "channel": TORCH,
     "balance.sampler": TORCH,
+    "balance.lap": TORCH,
     "balance.step_timer": TORCH,
     "checkpoint.state_tree": TORCH,
     "checkpoint.rng_state": TORCH,
