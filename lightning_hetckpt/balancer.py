@@ -131,7 +131,6 @@ class Balancer:
         """
         if self._book is None:
             return None
-        self.timer.batch_loaded()  # before the exchange below, which waits for the other ranks
         self._batches_seen += 1
         if self.is_live and self._batches_seen % self._options.replan_every == 0:
             self._replan(self._book)
@@ -262,7 +261,6 @@ class Balancer:
             self._channel.rank,
             drop_last=bool(dataloader.drop_last),
             trained_batches=lambda: host.trained_batches(trainer),
-            on_draw=self.timer.batch_drawn if dataloader.num_workers == 0 else None,
         )
         self._samplers.append(sampler)
         return loaders.with_batch_sampler(dataloader, sampler)
@@ -297,9 +295,13 @@ class Balancer:
         reduce: Any = user_hook or allreduce_hook
 
         def reduce_bucket(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-            if bucket.is_last():
-                timer.last_gradient()
-            future: torch.futures.Future[Tensor] = reduce(state, bucket)
+            reduced = timer.bucket_ready(bucket.is_last())
+
+            def pass_on(done: torch.futures.Future[Tensor]) -> Tensor:
+                reduced()
+                return done.value()
+
+            future: torch.futures.Future[Tensor] = reduce(state, bucket).then(pass_on)
             return future
 
         # torch compares annotations with its own classes, and ours are strings (PEP 563).

@@ -454,6 +454,25 @@ def watch_train_loaders(trainer: Trainer, check: Callable[[list[Any]], None]) ->
     source.dataloader = dataloader
 
 
+def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around each request for a training batch, from the next epoch on.
+
+    The loop hands these two methods of its own, meant for profilers, to whatever fetches the batches.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    begin, end = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+
+    def fetch_begins() -> None:
+        begin(loop)
+        before()
+
+    def fetch_ends() -> None:
+        after()
+        end(loop)
+
+    loop._on_before_fetch, loop._on_after_fetch = fetch_begins, fetch_ends
+
+
 def sampler_beneath(sampler: Any) -> Any | None:
     """The user's own sampler inside Lightning's DistributedSamplerWrapper, or None for any other sampler."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper

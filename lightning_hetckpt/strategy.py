@@ -227,9 +227,19 @@ class HeteroDDP(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self._balancer is not None:
+            timer = self._balancer.timer
+            host.watch_fetches(self._trainer(), timer.fetch_started, timer.batch_fetched)
         host.load_late_loader_state(self._trainer())
         path = str(self._trainer().ckpt_path or "")
         resume.restore_streams(self._trainer(), self._agreed.get(path, path))
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._balancer is not None:
+            self._balancer.timer.batch_moved()
+        return batch
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -263,6 +273,8 @@ class HeteroDDP(DDPStrategy):
         if self._weight != 1.0:
             closure_loss = closure_loss * self._weight
         self._in_backward = True
+        if self._balancer is not None:
+            self._balancer.timer.backward_started()
         try:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         finally:
@@ -290,19 +302,20 @@ class HeteroDDP(DDPStrategy):
             tensor = tensor.double()
         if self._in_training_step and group is None:
             tensor, reduce_op = tensor.mul_(self._fraction), "sum"
-        with self._waiting():
+        with self.waiting():
             return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with self._waiting():
+        with self.waiting():
             return super().all_gather(tensor, group, sync_grads)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Around an exchange: the fast ranks wait in it for the slow ones, and would look just as slow."""
-        if self._in_training_step and self._balancer is not None:
-            return self._balancer.timer.waiting()
-        return contextlib.nullcontext()
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is no work of this rank, in the middle of a step.
+
+        In an exchange the fast ranks wait for the slow ones, and would look just as slow.
+        """
+        return self._balancer.timer.waiting() if self._balancer is not None else contextlib.nullcontext()
 
     @override
     def optimizer_step(
@@ -318,6 +331,8 @@ class HeteroDDP(DDPStrategy):
             self._weights_move_next = False
             result = closure()
             self._fence()
+            if self._balancer is not None:
+                self._balancer.timer.optimizer_started()
             if self.adaptive_batch is not None:
                 self.adaptive_batch.scale_lr(optimizer)
             self._weights_move_next = True  # a save in `on_before_optimizer_step` comes too late to overlap
@@ -327,6 +342,8 @@ class HeteroDDP(DDPStrategy):
             return super().optimizer_step(optimizer, fenced, model, **kwargs)
         finally:
             self._weights_move_next = False
+            if self._balancer is not None:
+                self._balancer.timer.optimizer_ended()
             if self.adaptive_batch is not None:
                 self.adaptive_batch.restore_lr(optimizer)
 
@@ -337,6 +354,7 @@ class HeteroDDP(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         plugin, trainer = self.checkpoint_io, self._trainer()
+        self._interrupted()
         if (
             not isinstance(plugin, StripedAsyncCheckpointIO)
             or trainer.state.status == TrainerStatus.INTERRUPTED
@@ -408,6 +426,7 @@ class HeteroDDP(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._interrupted()
         self._fence()
         super().on_validation_start()
 
@@ -418,6 +437,10 @@ class HeteroDDP(DDPStrategy):
         while self._hooks:
             self._hooks.pop().remove()
         super().teardown()
+
+    def _interrupted(self) -> None:
+        if self._balancer is not None:
+            self._balancer.timer.interrupted()
 
     def _fence(self) -> None:
         while self._unfenced:

@@ -41,6 +41,7 @@ RINGS = {
     "checkpoint.ledger": ENGINE,
     "channel": TORCH,
     "balance.sampler": TORCH,
+    "balance.lap": TORCH,
     "balance.step_timer": TORCH,
     "balance.gradient_norms": TORCH,
     "balance.noise_metric": TORCH,

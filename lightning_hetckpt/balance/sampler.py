@@ -115,7 +115,6 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         rank: whose part this is.
         drop_last: leave out the remainder of an epoch.
         trained_batches: batches of the present epoch that training is done with.
-        on_draw: called as each batch is handed out.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         rank: int,
         drop_last: bool,
         trained_batches: Callable[[], int],
-        on_draw: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._order = order
@@ -133,7 +131,6 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         self._rank = rank
         self.drop_last = drop_last
         self._trained_batches = trained_batches
-        self._on_draw = on_draw
         self._epoch = 0
         self._resume: StepKey | None = None  # where the next pass begins, if it is not a fresh one
         self._passed = 0  # batches of the epoch that lie in passes behind us: a cycled loader makes several
@@ -193,8 +190,6 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         for batch in range(first, batches):
             step = StepKey(epoch, done - first + batch)  # as Lightning counts, over all passes
             self._issued = max(self._issued, step)
-            if self._on_draw is not None:
-                self._on_draw()
             yield self._part(order, batch, step)
         self._passed = done - first + batches
 

@@ -28,12 +28,26 @@ _LEAST_SLOPE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class WindowStats:
-    """What one rank measured at one batch size since the last exchange, on its own clock."""
+    """What one rank measured at one batch size since the last exchange, on its own clock.
+
+    All seconds are medians over the steps. Whoever cannot tell the optional ones leaves them out; they are
+    needed from all ranks before the all-reduce becomes a part of the plan.
+    """
 
     samples: int  # in this rank's batch
-    compute_s: float  # median over the steps; load, forward and backward, waiting on peers excluded
-    count: int  # steps behind the median
-    spread_s: float | None = None  # robust standard deviation of a single step, where measured
+    compute_s: (
+        float  # load, host to device, forward, backward and optimizer; waiting on peers excluded (a + P)
+    )
+    count: int  # steps behind the medians
+    spread_s: float | None = None  # robust standard deviation of a single step's compute_s
+    backward_s: float | None = None  # the part of compute_s from start of backward to last gradient (P)
+    first_bucket_s: float | None = None  # from start of backward to the first bucket's all-reduce (gamma * P)
+    # Of each bucket only the time from when it was handed over and the one before it was through, until it
+    # was through: so not the time in which a finished network waits for this rank's next bucket.
+    hidden_s: float | None = None  # of all buckets but the last, summed (T_o, and waiting on peers)
+    tail_s: float | None = None  # of the last bucket (T_u, and waiting on peers)
+    load_s: float | None = None  # the part of compute_s that the rank waited for its input
+    step_s: float | None = None  # the whole step, all-reduce and waiting included
 
 
 class ThroughputModel:

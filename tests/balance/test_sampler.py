@@ -355,20 +355,6 @@ def test_issued_never_goes_back() -> None:
     assert sampler.issued == StepKey(3, 1)
 
 
-def test_a_batch_is_announced_as_it_is_drawn() -> None:
-    drawn: list[StepKey] = []
-    sampler = PlannedBatchSampler(
-        GlobalOrder(8, False, 0),
-        PlanBook(BatchPlan((4,))),
-        0,
-        False,
-        lambda: 0,
-        lambda: drawn.append(sampler.issued),
-    )
-    assert len(list(sampler)) == 2
-    assert drawn == [StepKey(0, 0), StepKey(0, 1)]
-
-
 def test_the_batch_size_is_this_rank_s_present_share() -> None:
     run = Job(40, (6, 2), seed=1)
     run.replan((5, 3), StepKey(0, 2))
