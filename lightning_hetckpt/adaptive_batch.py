@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,12 +14,12 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_hetckpt import host
-from lightning_hetckpt.balance.controller import Prediction
 from lightning_hetckpt.balance.goodput import candidates, choose
 from lightning_hetckpt.balance.gradient_norms import CommHook, GradientNorms
 from lightning_hetckpt.balance.lr_scaling import LrScaling, lr_factor, scheduler_ticks
 from lightning_hetckpt.balance.noise_scale import NoiseAverages, noise_parts
 from lightning_hetckpt.balance.plan import BatchPlan, StepKey
+from lightning_hetckpt.balance.solver import OptPerf
 from lightning_hetckpt.errors import ConfigurationError
 
 # The speeds are known around the batches that were timed, so no change goes further than this at once.
@@ -195,7 +195,7 @@ class AdaptiveBatch(Callback):
 
     def choose(
         self,
-        predict: Callable[[int], Prediction | None],
+        predict_over: Callable[[Sequence[int]], Sequence[OptPerf | None]],
         epoch: int,
         least: int,
         most: int,
@@ -204,7 +204,7 @@ class AdaptiveBatch(Callback):
         """The plan with which `epoch` gets on fastest, or None to keep the present batch.
 
         Args:
-            predict: the best split of so many samples and its time; None where that is not known.
+            predict_over: the best split of each of some global batches and its time; None where that is not known.
             least: samples that the ranks take together at the least.
             most: and at the most.
             multiple_of: what a batch should be a multiple of.
@@ -216,19 +216,21 @@ class AdaptiveBatch(Callback):
         high = min(most, self.max_global_batch_size, self._total * _REACH)
         if low > high:
             return None
+        allowed = candidates(low, high, min(max(self._total, low), high), multiple_of)
+        asked = sorted({*allowed, self._total})
+        best = {
+            total: split for total, split in zip(asked, predict_over(asked), strict=True) if split is not None
+        }
 
         def step_s(total: int) -> float | None:
-            found = predict(total)
-            return found.step_s if found is not None else None
+            return best[total].step_s if total in best else None
 
-        totals = candidates(low, high, min(max(self._total, low), high), multiple_of)
-        choice = choose(self._total, self._base, noise_scale, totals, step_s)
-        best = predict(choice.total) if choice is not None else None
-        if choice is None or best is None:
+        choice = choose(self._total, self._base, noise_scale, allowed, step_s)
+        if choice is None:
             return None
         reason = f"a global batch of {choice.total}: {choice.gain:.0%} more progress per second"
         reason += f" at a noise scale of {noise_scale:.3g}"
-        return BatchPlan(best.shares, StepKey(epoch, 0), reason, best.step_s)
+        return BatchPlan(best[choice.total].shares, StepKey(epoch, 0), reason, choice.step_s)
 
     def begin_epoch(self, total: int, noise_scale: float | None) -> None:
         """Train the coming epoch with a global batch of `total` samples, at a learning rate to match."""

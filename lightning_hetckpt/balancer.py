@@ -174,13 +174,16 @@ class Balancer:
             samples = min(sampler.samples for sampler in self._samplers)
             most_together = sum(samples if own is None else own for own in most)
             plan = adaptive.choose(
-                controller.predict, epoch, sum(least), min(samples, most_together), self._options.multiple_of
+                controller.predict_over,
+                epoch,
+                sum(least),
+                min(samples, most_together),
+                self._options.multiple_of,
             )
         # The ranks' averages may differ in the last bit, and learning rates must not.
         plan, noise_scale = self._channel.broadcast((plan, adaptive.cautious_noise_scale))
         if plan is not None:
             self._take_up(book, plan)
-            controller.change_total(plan.global_batch_size)
             host.recount_train_batches(self._trainer)
         adaptive.begin_epoch(book.global_batch_size(epoch), noise_scale)
 
@@ -248,10 +251,17 @@ class Balancer:
                 is_explicit = self._options.global_batch_size is not None
                 wanted = self._adaptive.begin_fit(wanted, self._saved is not None, is_explicit)
             self._book = PlanBook(self._first_plan(wanted), least)
-            self._controller = Controller(self._channel.size, wanted, least, most, self._options.multiple_of)
-        elif wanted != (known := self._wanted):
+            self._controller = Controller(
+                self._channel.size,
+                wanted,
+                least,
+                most,
+                self._options.multiple_of,
+                explore=self._adaptive is not None,
+            )
+        elif wanted != self._wanted:
             raise LoaderError(
-                f"found train loaders with global batches of {known} and {wanted} samples; "
+                f"found train loaders with global batches of {self._wanted} and {wanted} samples; "
                 "HeteroDDP weighs both by one plan, so give all train loaders the same batch_size."
             )
         trainer = self._trainer

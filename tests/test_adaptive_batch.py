@@ -207,7 +207,7 @@ def test_training_equals_one_process_that_changes_its_batch(
 def test_every_sample_of_every_epoch_comes_once_in_the_order_of_one_process(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    seen = samples_of(run_ranks(functools.partial(fit, root=str(tmp_path), workers=1), 2, group=False))
+    seen = samples_of(run_ranks(functools.partial(fit, root=str(tmp_path)), 2, group=False))
 
     for epoch, total in enumerate(TOTALS):
         order = toy.order(LENGTH, epoch)
@@ -252,20 +252,21 @@ def test_max_steps_counts_optimizer_steps_and_a_schedule_made_for_them_fits(
 
 
 # Behind the first and the last batch of the changed epoch 1, the last of epoch 2, and the first of the last epoch.
-@pytest.mark.parametrize(("step", "workers"), [(8, 0), (8, 1), (11, 0), (11, 1), (16, 0), (22, 0)])
+@pytest.mark.parametrize(
+    ("step", "workers", "epochs"), [(8, 0, 5), (8, 1, 2), (11, 0, 5), (11, 1, 3), (16, 0, 5), (22, 0, 5)]
+)
 def test_a_resume_goes_on_as_if_it_had_never_stopped(
-    run_ranks: Ranks, tmp_path: Path, step: int, workers: int
+    run_ranks: Ranks, tmp_path: Path, step: int, workers: int, epochs: int
 ) -> None:
-    first = functools.partial(fit, root=str(tmp_path), save_at=step, workers=workers)
-    whole = run_ranks(first, 2, group=False)
-    again = functools.partial(fit, root=str(tmp_path), ckpt_path=str(tmp_path / "at.ckpt"), workers=workers)
+    one = functools.partial(fit, root=str(tmp_path), workers=workers, max_epochs=epochs)
+    whole = run_ranks(functools.partial(one, save_at=step), 2, group=False)
 
-    found = run_ranks(again, 2, group=False)
+    found = run_ranks(functools.partial(one, ckpt_path=str(tmp_path / "at.ckpt")), 2, group=False)
 
     for before, after in zip(whole, found, strict=True):
         assert furthest(after["parameters"], before["parameters"]) <= 1e-12
         assert after["used"] == pytest.approx(before["used"][step:], rel=1e-12)
-        assert set(after["estimates"]) == {EPOCHS * BASE_STEPS}
+        assert set(after["estimates"]) == {epochs * BASE_STEPS}
         assert after["steps"] == before["steps"]
         assert after["noise"] == pytest.approx(before["noise"], rel=1e-9)
     complete, rest = samples_of(whole), samples_of(found)
