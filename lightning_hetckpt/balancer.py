@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -16,12 +17,14 @@ from torch.utils.data import DataLoader
 from lightning_hetckpt import host, loaders
 from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.controller import Controller
+from lightning_hetckpt.balance.parts import part_sizes
 from lightning_hetckpt.balance.plan import BatchPlan, PlanBook, StepKey
 from lightning_hetckpt.balance.sampler import PlannedBatchSampler
 from lightning_hetckpt.balance.solver import share_by_speed
 from lightning_hetckpt.balance.step_timer import StepTimer
 from lightning_hetckpt.channel import Channel
 from lightning_hetckpt.errors import ConfigurationError, LoaderError, PlanError
+from lightning_hetckpt.weighing import Share
 
 Limit = int | Sequence[int]
 
@@ -41,6 +44,7 @@ class BalanceOptions:
     max_samples: Limit | None
     multiple_of: int
     replan_every: int
+    max_micro_batch: Limit | Sequence[int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in ("live", "static", "even"):
@@ -60,14 +64,11 @@ class BalanceOptions:
         ):
             if value is not None and value < 1:
                 raise ConfigurationError(f"HeteroDDP({name}={value}): expected at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank takes of one batch."""
-
-    samples: int  # 0 where it only repeats a sample, since the batch has fewer than there are ranks
-    whole: int  # samples of all ranks together
+        caps = self.max_micro_batch
+        if any(most is not None and most < 1 for most in (caps if isinstance(caps, Sequence) else [caps])):
+            raise ConfigurationError(
+                f"HeteroDDP(max_micro_batch={caps}): expected at least 1, or None for no limit"
+            )
 
 
 class Balancer:
@@ -101,6 +102,8 @@ class Balancer:
         self._controller: Controller | None = None
         self._samplers: list[PlannedBatchSampler] = []
         self._batches_seen = 0
+        # Of each rank, how many samples it can run at once.
+        self._caps: list[int | None] = per_rank(options.max_micro_batch, channel.size, "max_micro_batch")
         self.timer = StepTimer(device)
 
     # ------------------------------------------------------------ plans
@@ -137,9 +140,21 @@ class Balancer:
         key = self._step_key()
         # Of several loaders the shorter ones may have come to their end, or begun again.
         whole = max(sampler.batch_samples(key.batch) for sampler in self._samplers)
-        samples = self._book.split(key, whole)[self._channel.rank]
+        shares = self._book.split(key, whole)
+        samples = shares[self._channel.rank]
         self.timer.batch_started(samples, whole == self._book.global_batch_size(key.epoch))
-        return Share(samples, whole)
+        return self._in_parts(shares, whole)
+
+    def _in_parts(self, shares: tuple[int, ...], whole: int) -> Share:
+        """This rank's share, cut so that no micro-batch of any rank exceeds its memory."""
+        own = shares[self._channel.rank]
+        if not any(
+            most is not None and most < samples for most, samples in zip(self._caps, shares, strict=True)
+        ):
+            return Share(own, whole, (own,), (whole,), len(set(shares)) == 1)
+        parts = [part_sizes(samples, most) for samples, most in zip(shares, self._caps, strict=True)]
+        together = tuple(sum(column) for column in zip_longest(*parts, fillvalue=0))
+        return Share(own, whole, parts[self._channel.rank], together, len(set(parts)) == 1)
 
     def _replan(self, book: PlanBook) -> None:
         """Exchange timings; rank 0 decides, every rank notes the same plan from the same batch on."""

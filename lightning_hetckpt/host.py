@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -511,3 +512,48 @@ def train_loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     """The saved states of the stateful train loaders, whoever wrote them."""
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     return list(states)
+
+
+@contextmanager
+def as_training_step(module: Any) -> Iterator[None]:
+    """Let `self.log` take what happens in here for a part of `training_step`, wherever it runs."""
+    before, module._current_fx_name = module._current_fx_name, "training_step"
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+class LoggedParts:
+    """Makes the step values that `self.log` keeps those of a whole batch that ran in parts.
+
+    Lightning keeps the value that was logged last. Means over the epoch need no help, since each part is
+    counted with its own samples.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._sums: dict[str, tuple[Any, int]] = {}  # of weighed values, and of the weights
+
+    def note(self, samples: int, together: int) -> None:
+        """A part has run, with so many samples of this rank and of all ranks."""
+        for key, metric in self._step_means():
+            weight = together if metric.meta.sync.should else samples
+            total, weights = self._sums.get(key, (0.0, 0))
+            self._sums[key] = total + metric._forward_cache * weight, weights + weight
+
+    def merge(self) -> None:
+        """The last part has run: put the means of all parts into place."""
+        for key, metric in self._step_means():
+            total, weights = self._sums.get(key, (0.0, 0))
+            if weights:
+                metric._forward_cache = total / weights
+                if not metric.meta.on_epoch:
+                    metric.value = metric._forward_cache
+
+    def _step_means(self) -> Iterator[tuple[str, Any]]:
+        for key, metric in (self._trainer._results or {}).items():
+            if not metric.is_tensor or metric.meta.fx != "training_step" or metric._forward_cache is None:
+                continue
+            if metric.meta.on_step and metric.meta.is_mean_reduction:
+                yield key, metric

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_hetckpt import host, loaders, resume
 from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.gradient_norms import check_hook
+from lightning_hetckpt.balance.memory_meter import device_name
 from lightning_hetckpt.balance.plan import BatchPlan
 from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
 from lightning_hetckpt.callbacks import ensure_snapshots
@@ -34,6 +35,8 @@ from lightning_hetckpt.checkpoint import rng_state
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot
 from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
 from lightning_hetckpt.errors import CheckpointError, ConfigurationError, HetckptError
+from lightning_hetckpt.micro_batches import MicroBatches
+from lightning_hetckpt.weighing import Weighing, WeightBy
 
 log = logging.getLogger("lightning_hetckpt")
 
@@ -57,6 +60,12 @@ class HeteroDDP(DDPStrategy):
         multiple_of: shares are multiples of this, but for one rank that takes what is left.
         replan_every: batches from one look at the timings to the next.
         loss_reduction: how `training_step` reduces its loss over the samples of its batch.
+        weight_by: maps a batch (on the device) to what its mean loss is a mean over, such as its number of
+            tokens, where that is not the samples; must add up over the parts of a batch. The ranks agree on the
+            sum in every step, which costs one small all-reduce.
+        max_micro_batch: most samples that a device can run at once, one number for all or one per rank, None for
+            no limit. A larger share is run as several micro-batches within the step, with the same result: the
+            batch's tensors are cut along dimension 0.
         adaptive_batch: chooses the global batch anew between epochs; None keeps it.
         **ddp_kwargs: passed on to Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
 
@@ -74,26 +83,28 @@ class HeteroDDP(DDPStrategy):
         multiple_of: int = 1,
         replan_every: int = 20,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        weight_by: WeightBy | None = None,
+        max_micro_batch: Limit | Sequence[int | None] | None = None,
         adaptive_batch: AdaptiveBatch | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.options = BalanceOptions(
-            global_batch_size, policy, shares, min_samples, max_samples, multiple_of, replan_every
+            global_batch_size,
+            policy,
+            shares,
+            min_samples,
+            max_samples,
+            multiple_of,
+            replan_every,
+            max_micro_batch,
         )
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigurationError(
-                f'HeteroDDP(loss_reduction={loss_reduction!r}): expected "mean" or "sum"'
-            )
-        if adaptive_batch is not None and (policy != "live" or loss_reduction != "mean"):
-            raise ConfigurationError(
-                f"HeteroDDP(adaptive_batch=..., policy={policy!r}, loss_reduction={loss_reduction!r}): the choice of a "
-                'batch needs learnt speeds and gradients of a mean, so expected policy="live" and '
-                'loss_reduction="mean"'
-            )
-        self.loss_reduction = loss_reduction
+        self._weighing = Weighing(loss_reduction, weight_by)
+        if adaptive_batch is not None:
+            _check_adaptive(policy, loss_reduction, weight_by)
         self.adaptive_batch = adaptive_batch
+        self._parts = self._new_parts()
         self._balancer: Balancer | None = None  # of the present fit, or of the last one
         self._channel: Channel = SoloChannel()
         self._agreed: dict[str, str] = {}  # this rank's path of the last snapshot -> rank 0's
@@ -102,8 +113,6 @@ class HeteroDDP(DDPStrategy):
         self._in_backward = False
         self._in_training_step = False
         self._weights_move_next = False  # forward and backward are over, and the optimizer comes
-        self._fraction = 1.0  # of the present batch's samples, those of this rank
-        self._weight = 1.0  # of this rank's loss
         host.find_last_snapshot_too()
         host.refuse_other_lightning()
         host.estimate_steps_at_base_batch()
@@ -149,6 +158,7 @@ class HeteroDDP(DDPStrategy):
             self._balancer = Balancer(
                 self.options, trainer, self._channel, self.root_device, self.adaptive_batch
             )
+            self._parts = self._new_parts()
         self._agreed = resume.agree_on_last(trainer)
 
     @override
@@ -244,23 +254,39 @@ class HeteroDDP(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         share = self._balancer.begin_batch() if self._balancer is not None else None
-        if share is None:
-            return
-        self._fraction = share.samples / share.whole
-        # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
-        scale = float(share.samples > 0) if self.loss_reduction == "sum" else self._fraction
-        self._weight = self.world_size * scale
-        host.count_logged_samples(self._trainer(), share.samples)
-        if self.adaptive_batch is not None:
-            # Lightning divides the loss by the batches of an optimizer step.
-            weight = self._weight / self._trainer().accumulate_grad_batches
-            self.adaptive_batch.batch_begins(share.samples, share.whole, weight)
+        if share is not None:
+            self._parts.begin(self._trainer(), share, batch)
+            if self.adaptive_batch is not None:
+                # What the loss is multiplied by in all; Lightning divides it by the batches of an optimizer step.
+                weight = (
+                    self.world_size * share.samples / share.whole / self._trainer().accumulate_grad_batches
+                )
+                self.adaptive_batch.batch_begins(share.samples, share.whole, weight)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining_memory():
+            return self._parts.first(*args, **kwargs)
+
+    def _new_parts(self) -> MicroBatches:
+        return MicroBatches(self, self._weighing, self._forward, self._forward_alone)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's `training_step` through DDP."""
         self._in_training_step = True
         try:
             return super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
+
+    def _forward_alone(self, *args: Any, **kwargs: Any) -> None:
+        """Run the user's `training_step` only for what it exchanges with other ranks."""
+        assert self.lightning_module is not None
+        self._in_training_step = True
+        try:
+            # Not through DDP, which would wait for a backward pass.
+            with torch.no_grad(), self.precision_plugin.train_step_context():
+                self.lightning_module.training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
 
@@ -268,19 +294,23 @@ class HeteroDDP(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # W·b_i/B on the loss, not on the reduced gradient: only so are collectives inside the backward pass
-        # (SyncBatchNorm) right, too. DDP then divides by W. A rank without samples has weight 0.
-        if self._weight != 1.0:
-            closure_loss = closure_loss * self._weight
-        self._in_backward = True
-        if self._balancer is not None:
+        usual = super().backward
+
+        def reduced_backward(loss: Tensor) -> Tensor:
+            if self._balancer is None:
+                return usual(loss, optimizer, *args, **kwargs)
             self._balancer.timer.backward_started()
+            try:
+                return usual(loss, optimizer, *args, **kwargs)
+            finally:
+                self._balancer.timer.backward_ended()
+
+        self._in_backward = True
         try:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            with self._explaining_memory():
+                loss = self._parts.backward(closure_loss, optimizer, reduced_backward)
         finally:
             self._in_backward = False
-            if self._balancer is not None:
-                self._balancer.timer.backward_ended()
         if self.adaptive_batch is not None:
             self.adaptive_batch.backward_ended(self.world_size, self._loss_scale())
         return loss
@@ -296,19 +326,52 @@ class HeteroDDP(DDPStrategy):
 
         Integer means are taken in float64: Lightning floors them (Lightning issue 21859).
         """
+        if self._in_training_step:
+            self._parts.exchanged = True
         if not isinstance(tensor, Tensor) or reduce_op not in ("mean", "avg"):
             return super().reduce(tensor, group, reduce_op)
         if not tensor.is_floating_point() and not tensor.is_complex():
             tensor = tensor.double()
         if self._in_training_step and group is None:
-            tensor, reduce_op = tensor.mul_(self._fraction), "sum"
+            tensor, reduce_op = tensor.mul_(self._parts.weight.logged), "sum"
         with self.waiting():
             return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather tensors of one shape, as torch does; other shapes are an error on every rank, where torch would hang.
+
+        Raises:
+            HetckptError: inside `training_step` the ranks pass tensors of different shapes.
+        """
         with self.waiting():
+            if self._in_training_step and group is None:
+                self._parts.exchanged = True
+                self._check_gather(tensor, sync_grads)
             return super().all_gather(tensor, group, sync_grads)
+
+    def _check_gather(self, tensor: Tensor, sync_grads: bool) -> None:
+        if sync_grads and self._parts.any_rank_cuts:
+            raise HetckptError(
+                "found `self.all_gather(sync_grads=True)` in a `training_step` whose batch runs in micro-batches: a loss "
+                "over all samples cannot be computed in parts. Set max_samples so that no share exceeds memory."
+            )
+        if self._parts.share.is_even:
+            return
+        shapes = self._channel.all_gather(tuple(tensor.shape))
+        if len(set(shapes)) > 1:
+            lines = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise HetckptError(
+                f"`self.all_gather` in `training_step` found tensors of different shapes ({lines}), since the ranks have "
+                'unequal shares. Gather a sum or a mean instead, pad to one length, or use HeteroDDP(policy="even").'
+            )
+
+    @contextlib.contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            raise self._parts.out_of_memory(device_name(self.root_device)) from error
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around what is no work of this rank, in the middle of a step.
@@ -456,6 +519,15 @@ class HeteroDDP(DDPStrategy):
 def _is_uploaded(trainer: Trainer) -> bool:
     """Whether a logger reads a checkpoint as soon as `save_checkpoint` returns."""
     return any(type(one).after_save_checkpoint is not Logger.after_save_checkpoint for one in trainer.loggers)
+
+
+def _check_adaptive(policy: str, loss_reduction: str, weight_by: WeightBy | None) -> None:
+    if policy != "live" or loss_reduction != "mean" or weight_by is not None:
+        raise ConfigurationError(
+            f"HeteroDDP(adaptive_batch=..., policy={policy!r}, loss_reduction={loss_reduction!r}, weight_by={weight_by!r}"
+            "): the choice of a batch needs learnt speeds and gradients of a mean over samples, so expected "
+            'policy="live", loss_reduction="mean" and weight_by=None'
+        )
 
 
 def _check_ddp_options(given: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ OPTIONS = {
         "multiple_of": 1,
         "replan_every": 20,
         "loss_reduction": "mean",
+        "weight_by": None,
+        "max_micro_batch": None,
         "adaptive_batch": None,
     },
     "StripedAsyncCheckpointIO": {
