@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,6 +388,56 @@ def test_the_noise_is_that_of_the_gradients_before_clipping_and_scaling(
         assert logged["hetckpt/global_batch_size"] == 8
         assert logged["hetckpt/lr_factor"] == 1
         assert logged["hetckpt/noise_scale"] > 0
+
+
+# ------------------------------------------------------------ what is chosen
+
+
+class Costly(toy.Toy):
+    """A step takes 20 ms and next to nothing for each sample; targets are noise, or the same for all samples."""
+
+    def __init__(self, noisy: bool) -> None:
+        super().__init__(lr=1e-4)
+        self.noisy = noisy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index, inputs, _ = batch
+        time.sleep(0.02 + 1e-5 * len(index))
+        self.seen.append((self.current_epoch, batch_idx, index.tolist()))
+        targets = torch.where(index % 2 == 0, 30.0, -30.0) if self.noisy else torch.full_like(index, 30.0)
+        inputs = inputs if self.noisy else torch.ones_like(inputs)
+        return nn.functional.mse_loss(self.net(inputs), targets.double().unsqueeze(1))
+
+
+def fit_costly(rank: int, root: str, noisy: bool) -> tuple[list[tuple[Any, int]], float | None]:
+    adaptive = AdaptiveBatch(96)
+    strategy = HeteroDDP(replan_every=5, adaptive_batch=adaptive)
+    trainer = toy.trainer(root, strategy, 2, max_epochs=5)
+    trainer.fit(Costly(noisy), toy.loader(30 * 16, 8))
+    return [(tuple(p.start), p.global_batch_size) for p in strategy.plan_history], adaptive.noise_scale
+
+
+def test_a_batch_grows_epoch_by_epoch_where_steps_are_dear_and_gradients_noisy(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    found = run_ranks(functools.partial(fit_costly, root=str(tmp_path), noisy=True), 2, group=False)
+
+    assert found[0] == found[1]
+    plans, _ = found[0]
+    totals = [total for _, total in plans]
+    assert totals[0] == 16
+    assert totals[-1] == 96  # the most that is allowed
+    assert all(after <= 2 * before for before, after in itertools.pairwise(totals))
+    changes = [start for (start, after), before in zip(plans[1:], totals, strict=False) if after != before]
+    assert all(batch == 0 for _, batch in changes)
+
+
+def test_a_batch_stays_where_one_sample_says_as_much_as_many(run_ranks: Ranks, tmp_path: Path) -> None:
+    found = run_ranks(functools.partial(fit_costly, root=str(tmp_path), noisy=False), 2, group=False)
+
+    plans, noise_scale = found[0]
+    assert noise_scale == pytest.approx(0, abs=1e-6)
+    assert {total for _, total in plans} == {16}
 
 
 def test_one_rank_alone_trains_on_with_its_batch_and_claims_nothing(tmp_path: Path) -> None:

@@ -136,6 +136,31 @@ def test_every_sample_comes_once_per_epoch_in_the_global_order_while_plans_chang
 
 
 @given(st.data(), jobs())
+def test_every_sample_comes_once_where_the_global_batch_changes_with_an_epoch(data, job) -> None:
+    length, world, total, seed = job
+    run = Job(length, data.draw(splits(world, total)), seed)
+    totals = [total]
+    for epoch in range(1, 4):
+        totals.append(data.draw(st.sampled_from([totals[-1], world + 1, 2 * total, length + world])))
+        if totals[-1] != totals[-2]:
+            run.replan(data.draw(splits(world, totals[-1])), StepKey(epoch, 0))
+    for epoch, whole in enumerate(totals):
+        run.set_epoch(epoch)
+        assert [len(sampler) for sampler in run.samplers] == [-(-length // whole)] * world
+        sizes = [run.samplers[0].batch_samples(batch) for batch in range(len(run.samplers[0]))]
+        batches = run.batches()
+        if sizes[-1] >= world:  # else some ranks repeat a sample of weight zero
+            assert [sum(map(len, parts)) for parts in batches] == sizes
+            assert [index for parts in batches for part in parts for index in part] == reference(
+                length, seed, epoch
+            )
+        assert sum(sizes) == length
+        run.trained = len(sizes)
+        state = run.samplers[0].state_dict()
+        assert (state["global_batch_size"], state["samples"]) == (whole, length)
+
+
+@given(st.data(), jobs())
 def test_the_plan_of_each_step_is_the_split_of_that_step(data, job) -> None:
     length, world, total, seed = job
     first, second = data.draw(splits(world, total)), data.draw(splits(world, total))
