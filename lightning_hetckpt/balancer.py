@@ -199,7 +199,7 @@ class Balancer:
         plan, noise_scale = self._channel.broadcast((plan, adaptive.cautious_noise_scale))
         if plan is not None:
             self._take_up(book, plan)
-            host.recount_train_batches(self._trainer)
+        host.recount_train_batches(self._trainer)  # also where loaders were replaced before this epoch
         adaptive.begin_epoch(book.global_batch_size(epoch), noise_scale)
 
     @property

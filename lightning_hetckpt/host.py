@@ -353,15 +353,17 @@ def _limits(trainer: Trainer, lengths: Sequence[int]) -> list[int]:
 
 
 def recount_train_batches(trainer: Trainer) -> None:
-    """Tell Lightning that its train loaders have another length from this epoch on.
+    """Tell Lightning how long its train loaders are from this epoch on.
 
-    It counts when it sets the loaders up. To be called before the first batch of an epoch, from
-    `on_train_epoch_start`.
+    It counts when it sets the loaders up, which is before it tells them the epoch. To be called before the first
+    batch of an epoch, from `on_train_epoch_start`.
     """
     loop = trainer.fit_loop
     lengths = [len(loader) for loader in loop._combined_loader.flattened]
-    loop._combined_loader.limits = _limits(trainer, lengths)
-    loop.max_batches = train_batches(trainer, lengths)
+    limits, batches = _limits(trainer, lengths), train_batches(trainer, lengths)
+    if (loop._combined_loader.limits, loop.max_batches) == (limits, batches):
+        return
+    loop._combined_loader.limits, loop.max_batches = limits, batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
     elif isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:

@@ -255,6 +255,66 @@ def test_max_steps_counts_optimizer_steps_and_a_schedule_made_for_them_fits(
     assert furthest(found["parameters"], parameters) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 1}, lambda batches: batches),
+        ({"limit_train_batches": 3}, lambda batches: min(batches, 3)),
+        ({"limit_train_batches": 0.5}, lambda batches: batches // 2),
+    ],
+    ids=["reloaded", "limited", "half"],
+)
+def test_reloaded_and_limited_loaders_are_counted_by_the_present_batch(
+    run_ranks: Ranks, tmp_path: Path, options: dict[str, Any], limit: Callable[[int], int]
+) -> None:
+    found = run_ranks(functools.partial(fit, root=str(tmp_path), **options), 2, group=False)
+
+    lengths = [math.ceil(LENGTH / total) for total in TOTALS]
+    assert found[0]["batches"] == [(limit(length), length) for length in lengths]
+    assert found[0]["steps"] == sum(map(limit, lengths))
+    assert set(found[0]["estimates"]) == {EPOCHS * limit(BASE_STEPS)}
+    seen = samples_of(found)
+    for epoch, (total, length) in enumerate(zip(TOTALS, lengths, strict=True)):
+        together = [index for batch in range(limit(length)) for index in seen[epoch, batch]]
+        assert together == toy.order(LENGTH, epoch)[: limit(length) * total]
+
+
+class Validated(toy.Toy):
+    """Notes behind which batches validation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.seen[-1][:2])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(0.5, [2, 5, 1, 3, 1, 3, 1, 3, 0, 1]), (4, [3, 3, 3, 3, 1])]
+)
+def test_validation_within_an_epoch_keeps_its_place_in_it(
+    run_ranks: Ranks, tmp_path: Path, interval: float, expected: list[int]
+) -> None:
+    found = run_ranks(functools.partial(fit_validated, root=str(tmp_path), interval=interval), 2, group=False)
+
+    assert [batch for _, batch in found[0]] == expected
+    assert found[0] == found[1]
+
+
+def fit_validated(rank: int, root: str, interval: float) -> list[tuple[int, int]]:
+    model = Validated()
+    strategy = HeteroDDP(adaptive_batch=Scripted(SCRIPT))
+    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
+    trainer = toy.trainer(root, strategy, 2, max_epochs=EPOCHS, **options)
+    trainer.fit(model, toy.loader(LENGTH, BASE // 2), toy.loader(4, 2))
+    return model.validated
+
+
 # Behind the first and the last batch of the changed epoch 1, the last of epoch 2, and the first of the last epoch.
 @pytest.mark.parametrize(
     ("step", "workers", "epochs"), [(8, 0, 5), (8, 1, 2), (11, 0, 5), (11, 1, 3), (16, 0, 5), (22, 0, 5)]
