@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
 
 from lightning_hetckpt import AdaptiveBatch, HeteroDDP
 from lightning_hetckpt.balance.noise_scale import NoiseAverages, estimate
@@ -136,13 +136,17 @@ class Notes(Callback):
 
 
 class SaveAt(Callback):
-    """Saves once, behind one batch, as a user would."""
+    """Saves once, behind one batch or in the end hooks of the epoch that it ends, as a user would."""
 
-    def __init__(self, path: str, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: str, step: int, at_epoch_end: bool) -> None:
+        self.path, self.step, self.at_epoch_end = path, step, at_epoch_end
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not self.at_epoch_end:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and self.at_epoch_end:
             trainer.save_checkpoint(self.path)
 
 
@@ -151,6 +155,7 @@ def fit(
     root: str,
     script: dict[int, tuple[int, ...]] = SCRIPT,
     save_at: int | None = None,
+    at_epoch_end: bool = False,
     ckpt_path: str | None = None,
     workers: int = 0,
     strategy: dict[str, Any] | None = None,
@@ -159,7 +164,7 @@ def fit(
     model, notes = Scheduled(), Notes()
     callbacks: list[Callback] = [notes]
     if save_at is not None:
-        callbacks.append(SaveAt(f"{root}/at.ckpt", save_at))
+        callbacks.append(SaveAt(f"{root}/at.ckpt", save_at, at_epoch_end))
     if options.get("enable_progress_bar"):
         callbacks.append(TQDMProgressBar(refresh_rate=100))
     hetero = HeteroDDP(adaptive_batch=Scripted(script), **{"replan_every": 3, **(strategy or {})})
@@ -279,6 +284,39 @@ def test_reloaded_and_limited_loaders_are_counted_by_the_present_batch(
         assert together == toy.order(LENGTH, epoch)[: limit(length) * total]
 
 
+class Decaying(toy.Toy):
+    """Plain SGD whose scheduler multiplies what it finds; notes what it finds at every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.5)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shown.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+def fit_decaying(rank: int, root: str) -> tuple[list[float], list[float]]:
+    model = Decaying()
+    trainer = toy.trainer(root, HeteroDDP(adaptive_batch=Scripted(SCRIPT)), 2, max_epochs=EPOCHS)
+    trainer.fit(model, toy.loader(LENGTH, BASE // 2))
+    trainer.save_checkpoint(f"{root}/end.ckpt")
+    saved = torch.load(f"{root}/end.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    return model.shown, [group["lr"] for group in saved]
+
+
+def test_a_scheduler_that_multiplies_never_meets_the_scaled_rate(run_ranks: Ranks, tmp_path: Path) -> None:
+    shown, saved = run_ranks(functools.partial(fit_decaying, root=str(tmp_path)), 2, group=False)[0]
+
+    lengths = [math.ceil(LENGTH / total) for total in TOTALS]
+    assert shown == [1e-2 * 0.5**epoch for epoch, length in enumerate(lengths) for _ in range(length)]
+    assert saved == [1e-2 * 0.5**EPOCHS]
+
+
 class Validated(toy.Toy):
     """Notes behind which batches validation runs."""
 
@@ -317,14 +355,25 @@ def fit_validated(rank: int, root: str, interval: float) -> list[tuple[int, int]
 
 # Behind the first and the last batch of the changed epoch 1, the last of epoch 2, and the first of the last epoch.
 @pytest.mark.parametrize(
-    ("step", "workers", "epochs"), [(8, 0, 5), (8, 1, 2), (11, 0, 5), (11, 1, 3), (16, 0, 5), (22, 0, 5)]
+    ("step", "epochs", "options"),
+    [
+        (8, 5, {}),
+        (8, 2, {"workers": 1}),
+        (11, 5, {}),
+        (11, 3, {"workers": 1}),
+        (11, 5, {"at_epoch_end": True}),
+        (11, 3, {"at_epoch_end": True, "workers": 1}),
+        (16, 5, {}),
+        (22, 5, {}),
+    ],
+    ids=str,
 )
 def test_a_resume_goes_on_as_if_it_had_never_stopped(
-    run_ranks: Ranks, tmp_path: Path, step: int, workers: int, epochs: int
+    run_ranks: Ranks, tmp_path: Path, step: int, epochs: int, options: dict[str, Any]
 ) -> None:
     # Fixed splits between the choices: what a step tells about the noise depends on its split.
     fixed = {"replan_every": 10**6}
-    one = functools.partial(fit, root=str(tmp_path), workers=workers, max_epochs=epochs, strategy=fixed)
+    one = functools.partial(fit, root=str(tmp_path), max_epochs=epochs, strategy=fixed, **options)
     whole = run_ranks(functools.partial(one, save_at=step), 2, group=False)
 
     found = run_ranks(functools.partial(one, ckpt_path=str(tmp_path / "at.ckpt")), 2, group=False)
