@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lightning_hetckpt.host import install_registration
 
 if TYPE_CHECKING:
+    from lightning_hetckpt.adaptive_batch import AdaptiveBatch
     from lightning_hetckpt.callbacks import SnapshotCallback
     from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
     from lightning_hetckpt.convert import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveBatch",
     "HetckptError",
     "HeteroDDP",
     "SnapshotCallback",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaptiveBatch": "lightning_hetckpt.adaptive_batch",
     "HeteroDDP": "lightning_hetckpt.strategy",
     "HetckptError": "lightning_hetckpt.errors",
     "SnapshotCallback": "lightning_hetckpt.callbacks",

@@ -160,7 +160,8 @@ class SnapshotCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         # The weights move next: the last byte of the last step's state must have left them.
-        self._fence()
+        with getattr(trainer.strategy, "waiting", contextlib.nullcontext)():  # no work of this device
+            self._fence()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -19,6 +19,10 @@ class PlanError(HetckptError):
     """A split of the global batch that cannot exist."""
 
 
+class DeviceMemoryError(HetckptError):
+    """A device ran out of memory in a training step."""
+
+
 class CheckpointError(HetckptError):
     """A checkpoint that could not be written, read or removed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -16,30 +16,29 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_hetckpt import host, loaders, resume
-from lightning_hetckpt.balance.controller import Controller
-from lightning_hetckpt.balance.plan import BatchPlan, PlanBook, StepKey
-from lightning_hetckpt.balance.sampler import PlannedBatchSampler
-from lightning_hetckpt.balance.solver import share_by_speed
-from lightning_hetckpt.balance.step_timer import StepTimer
+from lightning_hetckpt.adaptive_batch import AdaptiveBatch
+from lightning_hetckpt.balance.gradient_norms import check_hook
+from lightning_hetckpt.balance.memory_meter import device_name
+from lightning_hetckpt.balance.plan import BatchPlan
+from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
 from lightning_hetckpt.callbacks import ensure_snapshots
 from lightning_hetckpt.channel import Channel, GroupChannel, SoloChannel
 from lightning_hetckpt.checkpoint import rng_state
 from lightning_hetckpt.checkpoint.snapshotter import Snapshot
 from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
-from lightning_hetckpt.errors import CheckpointError, ConfigurationError, HetckptError, LoaderError, PlanError
+from lightning_hetckpt.errors import CheckpointError, ConfigurationError, HetckptError
+from lightning_hetckpt.micro_batches import MicroBatches
+from lightning_hetckpt.weighing import Weighing, WeightBy
 
 log = logging.getLogger("lightning_hetckpt")
-Limit = int | Sequence[int]
 
 
 class HeteroDDP(DDPStrategy):
@@ -61,6 +60,13 @@ class HeteroDDP(DDPStrategy):
         multiple_of: shares are multiples of this, but for one rank that takes what is left.
         replan_every: batches from one look at the timings to the next.
         loss_reduction: how `training_step` reduces its loss over the samples of its batch.
+        weight_by: maps a batch (on the device) to what its mean loss is a mean over, such as its number of
+            tokens, where that is not the samples; must add up over the parts of a batch. The ranks agree on the
+            sum in every step, which costs one small all-reduce.
+        max_micro_batch: most samples that a device can run at once, one number for all or one per rank, None for
+            no limit. A larger share is run as several micro-batches within the step, with the same result: the
+            batch's tensors are cut along dimension 0.
+        adaptive_batch: chooses the global batch anew between epochs; None keeps it.
         **ddp_kwargs: passed on to Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
 
     Raises:
@@ -77,98 +83,49 @@ class HeteroDDP(DDPStrategy):
         multiple_of: int = 1,
         replan_every: int = 20,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        weight_by: WeightBy | None = None,
+        max_micro_batch: Limit | Sequence[int | None] | None = None,
+        adaptive_batch: AdaptiveBatch | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        _check_options(global_batch_size, policy, shares, multiple_of, replan_every, loss_reduction)
-        self.global_batch_size = global_batch_size
-        self.policy = policy
-        self.shares = shares
-        self.min_samples = min_samples
-        self.max_samples = max_samples
-        self.multiple_of = multiple_of
-        self.replan_every = replan_every
-        self.loss_reduction = loss_reduction
-        self._book: PlanBook | None = None
-        self._controller: Controller | None = None
-        self._timer: StepTimer | None = None
+        self.options = BalanceOptions(
+            global_batch_size,
+            policy,
+            shares,
+            min_samples,
+            max_samples,
+            multiple_of,
+            replan_every,
+            max_micro_batch,
+        )
+        self._weighing = Weighing(loss_reduction, weight_by)
+        if adaptive_batch is not None:
+            _check_adaptive(policy, loss_reduction, weight_by)
+        self.adaptive_batch = adaptive_batch
+        self._parts = self._new_parts()
+        self._balancer: Balancer | None = None  # of the present fit, or of the last one
         self._channel: Channel = SoloChannel()
-        self._samplers: list[PlannedBatchSampler] = []
-        self._saved_loader: dict[str, Any] | None = None
         self._agreed: dict[str, str] = {}  # this rank's path of the last snapshot -> rank 0's
         self._unfenced: list[Snapshot] = []
         self._hooks: list[RemovableHandle] = []
-        self._batches_seen = 0
         self._in_backward = False
         self._in_training_step = False
         self._weights_move_next = False  # forward and backward are over, and the optimizer comes
-        self._fraction = 1.0  # of the present batch's samples, those of this rank
-        self._weight = 1.0  # of this rank's loss
         host.find_last_snapshot_too()
         host.refuse_other_lightning()
-
-    # ------------------------------------------------------------ plans
+        host.estimate_steps_at_base_batch()
 
     @property
     def plan(self) -> BatchPlan | None:
         """The plan in force at the batch that is being trained; None before the loaders are set up."""
-        return self._book.at(self._step_key()) if self._book is not None else None
+        return self._balancer.plan if self._balancer is not None else None
 
     @property
     def plan_history(self) -> list[BatchPlan]:
         """Every plan of this fit, oldest first; the last may still lie ahead."""
-        return self._book.history if self._book is not None else []
-
-    def _first_plan(self, global_batch_size: int) -> BatchPlan:
-        world = self.world_size
-        if global_batch_size < world:
-            raise PlanError(
-                f"the global batch of {global_batch_size} samples is smaller than the {world} ranks, and every rank "
-                f"needs one sample. Set HeteroDDP(global_batch_size={world}) or more, or use fewer devices."
-            )
-        bounds = self._bounds()
-        if self.shares is not None and len(self.shares) != world:
-            raise ConfigurationError(
-                f"HeteroDDP(shares={list(self.shares)}) names {len(self.shares)} ranks, but the job has {world}. "
-                "Give one share per rank, in the order of the global ranks."
-            )
-        if self.shares is not None and self.policy != "even":
-            exact = [int(share) for share in self.shares]
-            if sum(self.shares) != global_batch_size or exact != list(self.shares):
-                exact = list(share_by_speed(global_batch_size, self.shares, *bounds, self.multiple_of))
-            return BatchPlan(tuple(exact), reason="shares")
-        saved = (self._saved_loader or {}).get("shares", [])
-        if self.policy == "live" and len(saved) == world and sum(saved) == global_batch_size:
-            return BatchPlan(tuple(saved), reason="as saved")  # most likely the same devices go on
-        even = share_by_speed(global_batch_size, [1.0] * world, *bounds, self.multiple_of)
-        return BatchPlan(even, reason="even")
-
-    def _bounds(self) -> tuple[list[Any], list[Any]]:
-        """Fewest and most samples of each rank."""
-        return (
-            _per_rank(self.min_samples, self.world_size, "min_samples"),
-            _per_rank(self.max_samples, self.world_size, "max_samples"),
-        )
-
-    def _replan(self) -> None:
-        """Exchange timings; rank 0 decides, every rank notes the same plan from the same batch on."""
-        assert self._book is not None and self._controller is not None and self._timer is not None
-        issued = max((sampler.issued for sampler in self._samplers), default=self._step_key())
-        gathered = self._channel.all_gather((self._timer.window(), issued))
-        furthest = max(key for _, key in gathered)
-        start = StepKey(furthest.epoch, furthest.batch + 1)
-        plan: BatchPlan | None = None
-        if self.global_rank == 0:
-            self._controller.observe([stats for stats, _ in gathered])
-            plan = self._controller.decide(self._book.latest, start)
-        plan = self._channel.broadcast(plan)
-        if plan is not None:
-            self._book.add(plan)
-            rank_zero_info(
-                f"hetckpt: {'/'.join(map(str, plan.shares))} samples from epoch {start.epoch}, batch {start.batch} "
-                f"({plan.reason})"
-            )
+        return self._balancer.plan_history if self._balancer is not None else []
 
     # ------------------------------------------------------------ set-up
 
@@ -178,15 +135,16 @@ class HeteroDDP(DDPStrategy):
         trainer = self._trainer()
         ensure_snapshots(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._book = self._controller = None
-            self._samplers, self._saved_loader, self._unfenced = [], None, []
-            self._batches_seen = 0
+            self._balancer, self._unfenced = None, []
+            if self.adaptive_batch is not None:
+                host.add_first_callback(trainer, self.adaptive_batch)
             host.watch_train_loaders(trainer, self._expect_train_loaders)
 
     def _expect_train_loaders(self, given: list[Any]) -> None:
         """Lightning has asked the user for train loaders: at the start of a fit, or to replace those it had."""
         loaders.check_train_loaders(given)
-        self._samplers = []
+        if self._balancer is not None:
+            self._balancer.expect_loaders()
 
     @override
     def setup_environment(self) -> None:
@@ -195,41 +153,40 @@ class HeteroDDP(DDPStrategy):
             # Objects travel over gloo: NCCL would need the device for a few bytes.
             gloo = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
             self._channel = GroupChannel(gloo)
-        self._agreed = resume.agree_on_last(self._trainer())
+        trainer = self._trainer()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._balancer = Balancer(
+                self.options, trainer, self._channel, self.root_device, self.adaptive_batch
+            )
+            self._parts = self._new_parts()
+        self._agreed = resume.agree_on_last(trainer)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         # DDP synchronises buffers before it calls the module, so a mark at the module's own entry excludes
         # that wait; the module may be called again inside `training_step`, hence only the first counts.
-        self._timer = StepTimer(self.root_device)
         self._hooks.append(model.register_forward_pre_hook(self._mark_forward))
         return super()._setup_model(model)
 
     def _mark_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._in_training_step and self._timer is not None:
-            self._timer.forward_started()
+        if self._in_training_step and self._balancer is not None:
+            self._balancer.timer.forward_started()
 
     @override
     def _register_ddp_hooks(self) -> None:
-        if self.policy != "live" or self.world_size == 1:
+        if self._balancer is None or not self._balancer.is_live:
             super()._register_ddp_hooks()
             return
         # DDP takes one hook only, so the user's runs inside ours; stock Lightning would ignore it on CPU.
         user_hook: Any = self._ddp_comm_hook or allreduce_hook
+        if self.adaptive_batch is not None:
+            check_hook(user_hook, self._ddp_comm_state)
         if self._ddp_comm_hook is not None and self._ddp_comm_wrapper is not None:
-            user_hook = self._ddp_comm_wrapper(self._ddp_comm_hook)
-        timer = self._timer
-        assert timer is not None and isinstance(self.model, DistributedDataParallel)
-
-        def reduce_bucket(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-            if bucket.is_last():
-                timer.last_gradient()
-            future: torch.futures.Future[Tensor] = user_hook(state, bucket)
-            return future
-
-        # torch compares annotations with its own classes, and ours are strings (PEP 563).
-        reduce_bucket.__annotations__.clear()
-        self.model.register_comm_hook(self._ddp_comm_state, reduce_bucket)
+            user_hook = self._ddp_comm_wrapper(user_hook)
+        if self.adaptive_batch is not None:
+            user_hook = self.adaptive_batch.wrap(user_hook)
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._ddp_comm_state, self._balancer.timing_hook(user_hook))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -239,7 +196,7 @@ class HeteroDDP(DDPStrategy):
             self._watch_bare_backward()
 
     def _watch_bare_backward(self) -> None:
-        if self.world_size == 1 or self.policy == "even":
+        if self.world_size == 1 or self.options.policy == "even":
             return
         for optimizer in self.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -259,91 +216,77 @@ class HeteroDDP(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._trainer()
-        if trainer.state.fn != TrainerFn.FITTING or not host.train_stage(trainer):
+        if self._balancer is None or trainer.state.fn != TrainerFn.FITTING or not host.train_stage(trainer):
             return dataloader
-        if not isinstance(dataloader, DataLoader):
-            raise loaders.not_a_dataloader(dataloader)
-        order = loaders.global_order(dataloader)
-        wanted = self._wanted_batch(dataloader)
-        self._agree_on_loader(len(order), wanted)
-        if self._book is None:
-            least, most = self._bounds()
-            self._book = PlanBook(self._first_plan(wanted), least)
-            self._controller = Controller(self.world_size, wanted, least, most, self.multiple_of)
-        elif wanted != self._book.latest.global_batch_size:
-            raise LoaderError(
-                f"found train loaders with global batches of {self._book.latest.global_batch_size} and {wanted} samples; "
-                "HeteroDDP weighs both by one plan, so give all train loaders the same batch_size."
-            )
-        timer = self._timer
-        sampler = PlannedBatchSampler(
-            order,
-            self._book,
-            self.global_rank,
-            drop_last=bool(dataloader.drop_last),
-            trained_batches=lambda: host.trained_batches(trainer),
-            on_draw=timer.batch_drawn if timer is not None and dataloader.num_workers == 0 else None,
-        )
-        self._samplers.append(sampler)
-        return loaders.with_batch_sampler(dataloader, sampler)
+        return self._balancer.share_out(dataloader)
 
-    def _wanted_batch(self, dataloader: DataLoader[Any]) -> int:
-        saved = self._saved_loader["global_batch_size"] if self._saved_loader is not None else None
-        if self.global_batch_size is not None:
-            return self.global_batch_size
-        own = int(dataloader.batch_size or 0) * self.world_size
-        if saved is not None and saved != own:
-            rank_zero_info(
-                f"hetckpt: the checkpoint's global batch of {saved} samples stays; the loaders here would give {own}"
-            )
-        return own if saved is None else int(saved)
+    # ------------------------------------------------------------ adaptive global batch
 
-    def _agree_on_loader(self, length: int, global_batch_size: int) -> None:
-        found = self._channel.all_gather((length, global_batch_size))
-        if len(set(found)) > 1:
-            lines = ", ".join(
-                f"rank {rank}: {n} samples, global batch {b}" for rank, (n, b) in enumerate(found)
-            )
-            raise LoaderError(
-                f"the ranks hold different train loaders ({lines}). HeteroDDP cuts one global order, so every rank needs "
-                "the same dataset and batch_size; shard nothing by rank yourself."
-            )
+    def begin_epoch(self) -> None:
+        """Called by AdaptiveBatch on all ranks before the first batch of an epoch is drawn."""
+        if self._balancer is not None:
+            self._balancer.begin_epoch()
+
+    @property
+    def base_batches(self) -> int | None:
+        """Batches in an epoch at the global batch of the start; None where it never changes."""
+        return self._balancer.base_batches if self._balancer is not None else None
 
     # ------------------------------------------------------------ one batch
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self._balancer is not None:
+            timer = self._balancer.timer
+            host.watch_fetches(self._trainer(), timer.fetch_started, timer.batch_fetched)
         host.load_late_loader_state(self._trainer())
         path = str(self._trainer().ckpt_path or "")
         resume.restore_streams(self._trainer(), self._agreed.get(path, path))
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._balancer is not None:
+            self._balancer.timer.batch_moved()
+        return batch
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._book is None:
-            return
-        if self._timer is not None:
-            self._timer.batch_loaded()  # before the exchange below, which waits for the other ranks
-        self._batches_seen += 1
-        if self.policy == "live" and self.world_size > 1 and self._batches_seen % self.replan_every == 0:
-            self._replan()
-        key = self._step_key()
-        # Of several loaders the shorter ones may have come to their end, or begun again.
-        whole = max(sampler.batch_samples(key.batch) for sampler in self._samplers)
-        samples = self._book.split(key, whole)[self.global_rank]
-        self._fraction = samples / whole
-        # DDP divides by the number of ranks; a rank that only repeats a sample counts for nothing.
-        scale = float(samples > 0) if self.loss_reduction == "sum" else self._fraction
-        self._weight = self.world_size * scale
-        host.count_logged_samples(self._trainer(), samples)
-        if self._timer is not None:
-            self._timer.batch_started(samples, whole == self._book.latest.global_batch_size)
+        share = self._balancer.begin_batch() if self._balancer is not None else None
+        if share is not None:
+            self._parts.begin(self._trainer(), share, batch)
+            if self.adaptive_batch is not None:
+                # What the loss is multiplied by in all; Lightning divides it by the batches of an optimizer step.
+                weight = (
+                    self.world_size * share.samples / share.whole / self._trainer().accumulate_grad_batches
+                )
+                self.adaptive_batch.batch_begins(share.samples, share.whole, weight)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining_memory():
+            return self._parts.first(*args, **kwargs)
+
+    def _new_parts(self) -> MicroBatches:
+        return MicroBatches(self, self._weighing, self._forward, self._forward_alone)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's `training_step` through DDP."""
         self._in_training_step = True
         try:
             return super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
+
+    def _forward_alone(self, *args: Any, **kwargs: Any) -> None:
+        """Run the user's `training_step` only for what it exchanges with other ranks."""
+        assert self.lightning_module is not None
+        self._in_training_step = True
+        try:
+            # Not through DDP, which would wait for a backward pass.
+            with torch.no_grad(), self.precision_plugin.train_step_context():
+                self.lightning_module.training_step(*args, **kwargs)
         finally:
             self._in_training_step = False
 
@@ -351,17 +294,31 @@ class HeteroDDP(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # W·b_i/B on the loss, not on the reduced gradient: only so are collectives inside the backward pass
-        # (SyncBatchNorm) right, too. DDP then divides by W. A rank without samples has weight 0.
-        if self._weight != 1.0:
-            closure_loss = closure_loss * self._weight
+        usual = super().backward
+
+        def reduced_backward(loss: Tensor) -> Tensor:
+            if self._balancer is None:
+                return usual(loss, optimizer, *args, **kwargs)
+            self._balancer.timer.backward_started()
+            try:
+                return usual(loss, optimizer, *args, **kwargs)
+            finally:
+                self._balancer.timer.backward_ended()
+
         self._in_backward = True
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            with self._explaining_memory():
+                loss = self._parts.backward(closure_loss, optimizer, reduced_backward)
         finally:
             self._in_backward = False
-            if self._timer is not None:
-                self._timer.backward_ended()
+        if self.adaptive_batch is not None:
+            self.adaptive_batch.backward_ended(self.world_size, self._loss_scale())
+        return loss
+
+    def _loss_scale(self) -> Tensor | float:
+        """What mixed precision multiplies the loss by, without waiting for the device."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -369,25 +326,59 @@ class HeteroDDP(DDPStrategy):
 
         Integer means are taken in float64: Lightning floors them (Lightning issue 21859).
         """
+        if self._in_training_step:
+            self._parts.exchanged = True
         if not isinstance(tensor, Tensor) or reduce_op not in ("mean", "avg"):
             return super().reduce(tensor, group, reduce_op)
         if not tensor.is_floating_point() and not tensor.is_complex():
             tensor = tensor.double()
-        if self._in_training_step and self._book is not None and group is None:
-            tensor, reduce_op = tensor.mul_(self._fraction), "sum"
-        with self._waiting():
+        if self._in_training_step and group is None:
+            tensor, reduce_op = tensor.mul_(self._parts.weight.logged), "sum"
+        with self.waiting():
             return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with self._waiting():
+        """Gather tensors of one shape, as torch does; other shapes are an error on every rank, where torch would hang.
+
+        Raises:
+            HetckptError: inside `training_step` the ranks pass tensors of different shapes.
+        """
+        with self.waiting():
+            if self._in_training_step and group is None:
+                self._parts.exchanged = True
+                self._check_gather(tensor, sync_grads)
             return super().all_gather(tensor, group, sync_grads)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Around an exchange: the fast ranks wait in it for the slow ones, and would look just as slow."""
-        if self._in_training_step and self._timer is not None:
-            return self._timer.waiting()
-        return contextlib.nullcontext()
+    def _check_gather(self, tensor: Tensor, sync_grads: bool) -> None:
+        if sync_grads and self._parts.any_rank_cuts:
+            raise HetckptError(
+                "found `self.all_gather(sync_grads=True)` in a `training_step` whose batch runs in micro-batches: a loss "
+                "over all samples cannot be computed in parts. Set max_samples so that no share exceeds memory."
+            )
+        if self._parts.share.is_even:
+            return
+        shapes = self._channel.all_gather(tuple(tensor.shape))
+        if len(set(shapes)) > 1:
+            lines = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise HetckptError(
+                f"`self.all_gather` in `training_step` found tensors of different shapes ({lines}), since the ranks have "
+                'unequal shares. Gather a sum or a mean instead, pad to one length, or use HeteroDDP(policy="even").'
+            )
+
+    @contextlib.contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            raise self._parts.out_of_memory(device_name(self.root_device)) from error
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is no work of this rank, in the middle of a step.
+
+        In an exchange the fast ranks wait for the slow ones, and would look just as slow.
+        """
+        return self._balancer.timer.waiting() if self._balancer is not None else contextlib.nullcontext()
 
     @override
     def optimizer_step(
@@ -403,6 +394,10 @@ class HeteroDDP(DDPStrategy):
             self._weights_move_next = False
             result = closure()
             self._fence()
+            if self._balancer is not None:
+                self._balancer.timer.optimizer_started()
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.scale_lr(optimizer)
             self._weights_move_next = True  # a save in `on_before_optimizer_step` comes too late to overlap
             return result
 
@@ -410,6 +405,10 @@ class HeteroDDP(DDPStrategy):
             return super().optimizer_step(optimizer, fenced, model, **kwargs)
         finally:
             self._weights_move_next = False
+            if self._balancer is not None:
+                self._balancer.timer.optimizer_ended()
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.restore_lr(optimizer)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -418,6 +417,7 @@ class HeteroDDP(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         plugin, trainer = self.checkpoint_io, self._trainer()
+        self._interrupted()
         if (
             not isinstance(plugin, StripedAsyncCheckpointIO)
             or trainer.state.status == TrainerStatus.INTERRUPTED
@@ -473,8 +473,10 @@ class HeteroDDP(DDPStrategy):
         checkpoint = super().load_checkpoint(
             self._agreed.get(str(checkpoint_path), checkpoint_path), weights_only
         )
-        self._saved_loader = loaders.saved_state(checkpoint)
-        if self._saved_loader is not None:
+        saved = loaders.saved_state(checkpoint)
+        if self._balancer is not None:
+            self._balancer.resume(saved)
+        if saved is not None:
             host.reopen_cut_epoch(checkpoint)
         resume.prepare(self._trainer(), checkpoint)
         return checkpoint
@@ -500,6 +502,7 @@ class HeteroDDP(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._interrupted()
         self._fence()
         super().on_validation_start()
 
@@ -511,14 +514,15 @@ class HeteroDDP(DDPStrategy):
             self._hooks.pop().remove()
         super().teardown()
 
+    def _interrupted(self) -> None:
+        if self._balancer is not None:
+            self._balancer.timer.interrupted()
+
     def _fence(self) -> None:
         while self._unfenced:
             self._unfenced.pop().fence()
 
     # ------------------------------------------------------------ small things
-
-    def _step_key(self) -> StepKey:
-        return StepKey(*host.epoch_and_batch(self._trainer()))
 
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
@@ -530,15 +534,13 @@ def _is_uploaded(trainer: Trainer) -> bool:
     return any(type(one).after_save_checkpoint is not Logger.after_save_checkpoint for one in trainer.loggers)
 
 
-def _per_rank(limit: Any, world: int, name: str) -> list[Any]:
-    if limit is None or isinstance(limit, int):
-        return [limit] * world
-    if len(limit) != world:
+def _check_adaptive(policy: str, loss_reduction: str, weight_by: WeightBy | None) -> None:
+    if policy != "live" or loss_reduction != "mean" or weight_by is not None:
         raise ConfigurationError(
-            f"HeteroDDP({name}={list(limit)}) names {len(limit)} ranks, but the job has {world}; "
-            "give one number for all ranks or one per rank."
+            f"HeteroDDP(adaptive_batch=..., policy={policy!r}, loss_reduction={loss_reduction!r}, weight_by={weight_by!r}"
+            "): the choice of a batch needs learnt speeds and gradients of a mean over samples, so expected "
+            'policy="live", loss_reduction="mean" and weight_by=None'
         )
-    return list(limit)
 
 
 def _check_ddp_options(given: dict[str, Any]) -> None:
@@ -550,30 +552,3 @@ def _check_ddp_options(given: dict[str, Any]) -> None:
             f"HeteroDDP has no option {name!r}, and neither has DDP"
             + (f"; did you mean {near[0]!r}?" if near else f". Its own are: {', '.join(ours[:-1])}.")
         )
-
-
-def _check_options(
-    global_batch_size: int | None,
-    policy: str,
-    shares: Sequence[float] | None,
-    multiple_of: int,
-    replan_every: int,
-    loss_reduction: str,
-) -> None:
-    if policy not in ("live", "static", "even"):
-        raise ConfigurationError(f'HeteroDDP(policy={policy!r}): expected "live", "static" or "even"')
-    if loss_reduction not in ("mean", "sum"):
-        raise ConfigurationError(f'HeteroDDP(loss_reduction={loss_reduction!r}): expected "mean" or "sum"')
-    if policy == "static" and shares is None:
-        raise ConfigurationError(
-            'HeteroDDP(policy="static") needs shares, for example shares=[6, 2] for two ranks'
-        )
-    if shares is not None and (not len(shares) or min(shares) <= 0):
-        raise ConfigurationError(f"HeteroDDP(shares={list(shares)}): every share must be above zero")
-    for name, value in (
-        ("global_batch_size", global_batch_size),
-        ("multiple_of", multiple_of),
-        ("replan_every", replan_every),
-    ):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"HeteroDDP({name}={value}): expected at least 1")

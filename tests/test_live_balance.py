@@ -136,3 +136,21 @@ def fit_policy(rank: int, root: str, policy: str) -> int:
     assert strategy.plan is not None
     assert strategy.plan.shares == ((6, 2) if policy == "static" else (4, 4))
     return len(strategy.plan_history)
+
+
+def fit_and_look(rank: int, root: str) -> Any:
+    strategy = HeteroDDP(global_batch_size=8, replan_every=10**6, bucket_cap_mb=1e-4)
+    trainer = toy.trainer(root, strategy, 2, max_steps=12, max_epochs=-1)
+    trainer.fit(Paced([0.002, 0.001], 10**6, []), toy.loader(64, 4))
+    assert strategy._balancer is not None
+    return strategy._balancer.timer.window()
+
+
+def test_a_fit_measures_every_phase_on_every_rank(run_ranks: Ranks, tmp_path: Path) -> None:
+    for window in run_ranks(fit_and_look, 2, str(tmp_path), group=False):
+        assert window.samples == 4
+        assert 0 < window.load_s < window.compute_s
+        assert 0 < window.first_bucket_s < window.backward_s < window.compute_s
+        assert window.hidden_s > 0  # there are several buckets
+        assert window.tail_s >= 0  # gloo has several threads: the last may be through before the last but one
+        assert window.step_s > window.compute_s

@@ -96,6 +96,16 @@ def test_a_plan_that_cannot_follow_is_refused(plan) -> None:
         book.add(plan)
 
 
+def test_another_global_batch_may_begin_with_an_epoch_and_holds_from_there_on() -> None:
+    book = PlanBook(BatchPlan((4, 4)))
+    book.add(BatchPlan((6, 2), StepKey(0, 99)))  # behind the end of its epoch, so never in force
+    book.add(BatchPlan((12, 4), StepKey(2, 0)))
+    book.add(BatchPlan((10, 6), StepKey(2, 7)))
+    assert [book.global_batch_size(epoch) for epoch in range(4)] == [8, 8, 16, 16]
+    assert book.split(StepKey(1, 0), 8) == (6, 2)
+    assert book.split(StepKey(2, 0), 16) == (12, 4)
+
+
 def test_the_history_that_was_handed_out_is_a_copy() -> None:
     book = PlanBook(BatchPlan((4, 4)))
     book.history.clear()

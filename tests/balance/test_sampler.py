@@ -136,6 +136,31 @@ def test_every_sample_comes_once_per_epoch_in_the_global_order_while_plans_chang
 
 
 @given(st.data(), jobs())
+def test_every_sample_comes_once_where_the_global_batch_changes_with_an_epoch(data, job) -> None:
+    length, world, total, seed = job
+    run = Job(length, data.draw(splits(world, total)), seed)
+    totals = [total]
+    for epoch in range(1, 4):
+        totals.append(data.draw(st.sampled_from([totals[-1], world + 1, 2 * total, length + world])))
+        if totals[-1] != totals[-2]:
+            run.replan(data.draw(splits(world, totals[-1])), StepKey(epoch, 0))
+    for epoch, whole in enumerate(totals):
+        run.set_epoch(epoch)
+        assert [len(sampler) for sampler in run.samplers] == [-(-length // whole)] * world
+        sizes = [run.samplers[0].batch_samples(batch) for batch in range(len(run.samplers[0]))]
+        batches = run.batches()
+        if sizes[-1] >= world:  # else some ranks repeat a sample of weight zero
+            assert [sum(map(len, parts)) for parts in batches] == sizes
+            assert [index for parts in batches for part in parts for index in part] == reference(
+                length, seed, epoch
+            )
+        assert sum(sizes) == length
+        run.trained = len(sizes)
+        state = run.samplers[0].state_dict()
+        assert (state["global_batch_size"], state["samples"]) == (whole, length)
+
+
+@given(st.data(), jobs())
 def test_the_plan_of_each_step_is_the_split_of_that_step(data, job) -> None:
     length, world, total, seed = job
     first, second = data.draw(splits(world, total)), data.draw(splits(world, total))
@@ -353,20 +378,6 @@ def test_issued_never_goes_back() -> None:
     assert sampler.issued == StepKey(1, 0)
     sampler.load_state_dict(state | {"epoch": 3})
     assert sampler.issued == StepKey(3, 1)
-
-
-def test_a_batch_is_announced_as_it_is_drawn() -> None:
-    drawn: list[StepKey] = []
-    sampler = PlannedBatchSampler(
-        GlobalOrder(8, False, 0),
-        PlanBook(BatchPlan((4,))),
-        0,
-        False,
-        lambda: 0,
-        lambda: drawn.append(sampler.issued),
-    )
-    assert len(list(sampler)) == 2
-    assert drawn == [StepKey(0, 0), StepKey(0, 1)]
 
 
 def test_the_batch_size_is_this_rank_s_present_share() -> None:

@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hetckpt.balance import step_timer
 from lightning_hetckpt.balance.step_timer import StepTimer
-from lightning_hetckpt.balance.throughput import WindowStats
 from tests.doubles import ManualClock
 
 # Whole seconds are exact in floats, so medians of equal steps are equal, too.
@@ -28,16 +26,16 @@ class Rank:
         callbacks_s: float = 50.0,
     ) -> None:
         if load_s is not None:
-            self.timer.batch_drawn()
+            self.timer.fetch_started()
             self.clock.advance(load_s)
-            self.timer.batch_loaded()
+            self.timer.batch_fetched()
         self.clock.advance(callbacks_s)
         self.timer.batch_started(samples, whole)
         self.clock.advance(callbacks_s)
         self.timer.forward_started()
         self.clock.advance(compute_s)
         if reduces:
-            self.timer.last_gradient()
+            self.timer.bucket_ready(is_last=True)
             self.clock.advance(wait_s)
         self.timer.backward_ended()
         self.clock.advance(wait_s)
@@ -53,6 +51,13 @@ def rank() -> Rank:
     return Rank(StepTimer("cpu", clock), clock)
 
 
+def work(rank: Rank) -> tuple[int, float, int, float | None]:
+    """What the rank tells of its own work in a window."""
+    window = rank.timer.window()
+    assert window is not None
+    return window.samples, window.compute_s, window.count, window.spread_s
+
+
 def warm(rank: Rank, samples: int = 8) -> None:
     rank.steps(3, samples=samples, compute_s=999.0)
 
@@ -60,23 +65,12 @@ def warm(rank: Rank, samples: int = 8) -> None:
 def test_a_step_counts_from_forward_to_the_last_gradient_and_no_waiting_is_work(rank: Rank) -> None:
     warm(rank)
     rank.steps(5, compute_s=4.0, wait_s=1000.0)
-    assert rank.timer.window() == WindowStats(samples=8, compute_s=4.0, count=5, spread_s=0.0)
+    assert work(rank) == (8, 4.0, 5, 0.0)
 
 
-def test_loading_counts_where_this_process_loads(rank: Rank) -> None:
+def test_loading_counts_as_work(rank: Rank) -> None:
     warm(rank)
     rank.steps(5, compute_s=4.0, load_s=3.0)
-    window = rank.timer.window()
-    assert window is not None
-    assert window.compute_s == 7.0
-
-
-def test_without_a_mark_of_its_own_loading_ends_as_the_batch_starts(rank: Rank) -> None:
-    warm(rank)
-    for _ in range(3):
-        rank.timer.batch_drawn()
-        rank.clock.advance(3.0)
-        rank.step(callbacks_s=0.0)
     window = rank.timer.window()
     assert window is not None
     assert window.compute_s == 7.0
@@ -97,7 +91,7 @@ def test_the_first_forward_and_the_first_last_gradient_of_a_batch_count(rank: Ra
         for _ in range(2):  # a second optimizer, or a module that is called again
             rank.timer.forward_started()
             rank.clock.advance(2.0)
-            rank.timer.last_gradient()
+            rank.timer.bucket_ready(is_last=True)
             rank.clock.advance(60.0)
             rank.timer.backward_ended()
     window = rank.timer.window()
@@ -110,14 +104,14 @@ def test_the_first_steps_of_a_run_are_left_out(rank: Rank) -> None:
     rank.steps(2, compute_s=4.0)
     assert rank.timer.window() is None
     rank.step(compute_s=4.0)
-    assert rank.timer.window() == WindowStats(8, 4.0, 3, 0.0)
+    assert work(rank) == (8, 4.0, 3, 0.0)
 
 
 def test_a_new_batch_size_starts_a_new_window_without_its_first_step(rank: Rank) -> None:
     warm(rank)
     rank.steps(10, samples=8, compute_s=4.0)
     rank.steps(4, samples=12, compute_s=6.0)
-    assert rank.timer.window() == WindowStats(12, 6.0, 3, 0.0)
+    assert work(rank) == (12, 6.0, 3, 0.0)
 
 
 def test_the_remainder_of_an_epoch_is_left_out(rank: Rank) -> None:
@@ -125,7 +119,123 @@ def test_the_remainder_of_an_epoch_is_left_out(rank: Rank) -> None:
     rank.steps(3)
     rank.step(samples=3, compute_s=1.0, whole=False)
     rank.steps(3)
-    assert rank.timer.window() == WindowStats(8, 4.0, 6, 0.0)
+    assert work(rank) == (8, 4.0, 6, 0.0)
+
+
+def test_all_backward_passes_of_a_step_are_work_and_the_all_reduces_between_them_are_not(rank: Rank) -> None:
+    warm(rank)
+    for _ in range(4):
+        rank.timer.batch_started(8)
+        rank.timer.forward_started()
+        for _ in range(2):
+            rank.clock.advance(1.0)
+            rank.timer.backward_started()
+            rank.clock.advance(2.0)
+            rank.timer.bucket_ready(is_last=True)
+            rank.clock.advance(60.0)
+            rank.timer.backward_ended()
+            rank.timer.optimizer_started()
+            rank.clock.advance(4.0)
+            rank.timer.optimizer_ended()
+    assert work(rank) == (8, 14.0, 4, 0.0)
+
+
+def phased_step(rank: Rank, buckets: int = 3, optimizer: bool = True) -> None:
+    """Load 1 s, move 2 s, forward 4 s; buckets are ready 8 s apart, and each takes 16 s on the wire in turn."""
+    timer, clock = rank.timer, rank.clock
+    timer.fetch_started()
+    clock.advance(1.0)
+    timer.batch_fetched()
+    clock.advance(2.0)
+    timer.batch_moved()
+    clock.advance(50.0)
+    timer.batch_started(8)
+    timer.forward_started()
+    clock.advance(4.0)
+    timer.backward_started()
+    reduced = []
+    for bucket in range(buckets):
+        clock.advance(8.0)
+        reduced.append(timer.bucket_ready(is_last=bucket == buckets - 1))
+    clock.advance(8.0)  # after the first was handed over 16 s have passed for two buckets more
+    if buckets == 1:
+        clock.advance(8.0)
+    for done in reduced:
+        done()
+        clock.advance(16.0)
+    timer.backward_ended()
+    if optimizer:
+        timer.optimizer_started()
+        with timer.waiting():
+            clock.advance(500.0)
+        clock.advance(32.0)
+        timer.optimizer_ended()
+
+
+def test_every_phase_is_told_apart(rank: Rank) -> None:
+    for _ in range(7):
+        phased_step(rank)
+    window = rank.timer.window()
+    assert window is not None
+    assert window.compute_s == 1 + 2 + 4 + 3 * 8 + 32
+    assert (window.load_s, window.backward_s, window.first_bucket_s) == (1.0, 24.0, 8.0)
+    # The first bucket: 8 s to 32 s; the second waits for it and ends 16 s later; then the last one.
+    assert (window.hidden_s, window.tail_s) == (24.0 + 16.0, 16.0)
+    assert window.step_s == 3 + 50 + 4 + 24 + 8 + 48 + 500 + 32
+
+
+def test_one_bucket_alone_hides_nothing(rank: Rank) -> None:
+    for _ in range(7):
+        phased_step(rank, buckets=1)
+    window = rank.timer.window()
+    assert window is not None
+    assert (window.backward_s, window.first_bucket_s) == (8.0, 8.0)
+    assert (window.hidden_s, window.tail_s) == (0.0, 16.0)
+
+
+def test_the_time_in_which_the_network_waits_for_the_next_bucket_is_no_exchange(rank: Rank) -> None:
+    for _ in range(7):
+        rank.timer.batch_started(8)
+        rank.timer.forward_started()
+        rank.timer.backward_started()
+        for bucket in range(3):
+            rank.clock.advance(10.0)
+            reduced = rank.timer.bucket_ready(is_last=bucket == 2)
+            rank.clock.advance(1.0)
+            reduced()
+        rank.timer.backward_ended()
+    window = rank.timer.window()
+    assert window is not None
+    assert (window.hidden_s, window.tail_s) == (2.0, 1.0)
+
+
+def test_the_optimizer_is_spread_over_the_batches_that_it_accumulates(rank: Rank) -> None:
+    for step in range(11):
+        phased_step(rank, optimizer=step % 4 == 2)
+    window = rank.timer.window()
+    assert window is not None
+    assert window.compute_s == 31 + 32 * 2 / 8
+
+
+def test_a_step_behind_an_interruption_is_left_out_and_the_one_before_has_no_length(rank: Rank) -> None:
+    warm(rank)
+    rank.steps(3)
+    rank.timer.interrupted()
+    rank.clock.advance(10_000.0)
+    rank.step(compute_s=77.0)
+    rank.steps(1)
+    rank.timer.fetch_started()
+    window = rank.timer.window()
+    assert window is not None
+    assert (window.compute_s, window.count) == (4.0, 4)
+    assert window.step_s == 4 + 2 * 50 + 2 * 100
+
+
+def test_where_every_step_is_interrupted_every_second_one_counts(rank: Rank) -> None:
+    for _ in range(20):
+        rank.step()
+        rank.timer.interrupted()
+    assert work(rank) == (8, 4.0, 7, 0.0)
 
 
 def test_a_skipped_step_is_left_out(rank: Rank) -> None:
@@ -133,7 +243,7 @@ def test_a_skipped_step_is_left_out(rank: Rank) -> None:
     rank.steps(3)
     rank.step()
     rank.timer.step_skipped()
-    assert rank.timer.window() == WindowStats(8, 4.0, 3, 0.0)
+    assert work(rank) == (8, 4.0, 3, 0.0)
 
 
 def test_a_step_that_never_reached_its_last_gradient_is_left_out(rank: Rank) -> None:
@@ -143,28 +253,28 @@ def test_a_step_that_never_reached_its_last_gradient_is_left_out(rank: Rank) -> 
     rank.timer.forward_started()
     rank.clock.advance(33.0)
     rank.steps(1)
-    assert rank.timer.window() == WindowStats(8, 4.0, 4, 0.0)
+    assert work(rank) == (8, 4.0, 4, 0.0)
 
 
 def test_a_backward_without_forward_means_nothing(rank: Rank) -> None:
     warm(rank)
     rank.timer.batch_started(8)
-    rank.timer.last_gradient()
+    rank.timer.bucket_ready(is_last=True)
     rank.timer.backward_ended()
     rank.steps(3)
-    assert rank.timer.window() == WindowStats(8, 4.0, 3, 0.0)
+    assert work(rank) == (8, 4.0, 3, 0.0)
 
 
 def test_a_batch_that_was_drawn_before_a_window_keeps_its_loading(rank: Rank) -> None:
     warm(rank)
     rank.steps(3, load_s=1.0)
-    rank.timer.batch_drawn()
+    rank.timer.fetch_started()
     rank.clock.advance(9.0)
-    rank.timer.batch_loaded()
-    assert rank.timer.window() == WindowStats(8, 5.0, 3, 0.0)
+    rank.timer.batch_fetched()
+    assert work(rank) == (8, 5.0, 3, 0.0)
     rank.step()
     rank.steps(2, load_s=9.0)
-    assert rank.timer.window() == WindowStats(8, 13.0, 3, 0.0)
+    assert work(rank) == (8, 13.0, 3, 0.0)
 
 
 def test_outliers_do_not_move_the_median_and_do_not_count(rank: Rank) -> None:
@@ -189,7 +299,7 @@ def test_too_few_steps_wait_for_more(rank: Rank) -> None:
     rank.steps(2)
     assert rank.timer.window() is None
     rank.steps(1)
-    assert rank.timer.window() == WindowStats(8, 4.0, 3, 0.0)
+    assert work(rank) == (8, 4.0, 3, 0.0)
 
 
 def test_a_run_that_never_asks_for_a_window_keeps_a_bounded_number_of_steps(rank: Rank) -> None:
@@ -223,8 +333,8 @@ class DeviceEvent:
 
 @pytest.fixture
 def cuda_rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
-    monkeypatch.setattr(step_timer.torch.cuda, "Event", DeviceEvent)
-    monkeypatch.setattr(step_timer.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     DeviceEvent.clock, DeviceEvent.done_s = ManualClock(), 0.0
     return Rank(StepTimer("cuda"), DeviceEvent.clock)
 
@@ -261,12 +371,12 @@ def test_on_a_real_gpu_more_work_takes_more_seconds() -> None:
     for size in (256, 4096):
         matrix = torch.ones(size, size, device="cuda")
         for _ in range(12):
-            timer.batch_drawn()
+            timer.fetch_started()
             timer.batch_started(size)
             timer.forward_started()
             for _ in range(20):
                 matrix = matrix @ matrix * 0
-            timer.last_gradient()
+            timer.bucket_ready(is_last=True)
         torch.cuda.synchronize()
         window = timer.window()
         assert window is not None
@@ -286,8 +396,8 @@ def test_an_exchange_in_the_middle_of_a_step_is_no_work(rank: Rank) -> None:
             with rank.timer.waiting():
                 rank.clock.advance(100.0)
         rank.clock.advance(2.0)
-        rank.timer.last_gradient()
+        rank.timer.bucket_ready(is_last=True)
         with rank.timer.waiting():
             rank.clock.advance(50.0)
         rank.timer.backward_ended()
-    assert rank.timer.window() == WindowStats(samples=8, compute_s=3.0, count=4, spread_s=0.0)
+    assert work(rank) == (8, 3.0, 4, 0.0)
