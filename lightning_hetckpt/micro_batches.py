@@ -47,7 +47,7 @@ class MicroBatches:
         self._forward = forward
         self._forward_alone = forward_alone
         self._batches: list[Any] = []
-        self._weights: list[Weight] = [Weight(1.0, 1.0)]
+        self._weights: list[Weight] = [Weight(1.0, 1.0, 1.0)]
         self._share = Share(1, 1, (1,), (1,), is_even=True)
         self._model_fits = False
         self._at = 0  # the part that runs
@@ -180,18 +180,18 @@ class MicroBatches:
         if self.exchanged and own < len(self._share.together):
             samples = max(self._share.parts[-1], 1)
             one = cut(self._batches[-1], (1, samples - 1) if samples > 1 else (1,))[0]
-            kept, self._weights[-1] = self._weights[-1], Weight(0.0, 0.0)
             host.count_logged_samples(module.trainer, 0)
-            for together in self._share.together[own:]:
+            for at in range(own, len(self._share.together)):
+                self._at = at
                 with host.as_training_step(module):
                     self._forward_alone(one, *args, **kwargs)
-                logged.note(0, together)
-            self._weights[-1] = kept
+                self._note_logged()
+            self._at = own - 1
         logged.merge()
 
     def _note_logged(self) -> None:
         assert self._logged is not None
-        self._logged.note(self._share.parts[self._at], self._share.together[self._at])
+        self._logged.note(self.weight.own, self.weight.together)
 
     def _check_model(self, share: Share) -> None:
         module = self._strategy.lightning_module

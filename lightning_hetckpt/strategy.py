@@ -302,7 +302,7 @@ class HeteroDDP(DDPStrategy):
             HetckptError: inside `training_step` the ranks pass tensors of different shapes.
         """
         with self.waiting():
-            if self._in_training_step and group is None:
+            if self._in_training_step and group in (None, dist.group.WORLD):
                 self._parts.exchanged = True
                 self._check_gather(tensor, sync_grads)
             return super().all_gather(tensor, group, sync_grads)
