@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lightning_hetckpt.host import install_registration
 
 if TYPE_CHECKING:
+    from lightning_hetckpt.adaptive_batch import AdaptiveBatch
     from lightning_hetckpt.callbacks import SnapshotCallback
     from lightning_hetckpt.checkpoint_io import StripedAsyncCheckpointIO
     from lightning_hetckpt.errors import HetckptError
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["HetckptError", "HeteroDDP", "SnapshotCallback", "StripedAsyncCheckpointIO"]
+__all__ = ["AdaptiveBatch", "HetckptError", "HeteroDDP", "SnapshotCallback", "StripedAsyncCheckpointIO"]
 
 _HOME = {
+    "AdaptiveBatch": "lightning_hetckpt.adaptive_batch",
     "HeteroDDP": "lightning_hetckpt.strategy",
     "HetckptError": "lightning_hetckpt.errors",
     "SnapshotCallback": "lightning_hetckpt.callbacks",

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_hetckpt import host, loaders
+from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.controller import Controller
 from lightning_hetckpt.balance.parts import part_sizes
 from lightning_hetckpt.balance.plan import BatchPlan, PlanBook, StepKey
@@ -80,15 +81,23 @@ class Balancer:
         trainer: the fit that is balanced.
         channel: to all ranks of the job.
         device: where this rank computes.
+        adaptive: chooses the global batch between epochs; None keeps it.
     """
 
     def __init__(
-        self, options: BalanceOptions, trainer: Trainer, channel: Channel, device: torch.device
+        self,
+        options: BalanceOptions,
+        trainer: Trainer,
+        channel: Channel,
+        device: torch.device,
+        adaptive: AdaptiveBatch | None = None,
     ) -> None:
         self._options = options
+        self._adaptive = adaptive
         self._trainer = trainer
         self._channel = channel
         self._saved: dict[str, Any] | None = None
+        self._wanted = 0  # the global batch that the train loaders ask for
         self._book: PlanBook | None = None
         self._controller: Controller | None = None
         self._samplers: list[PlannedBatchSampler] = []
@@ -133,7 +142,7 @@ class Balancer:
         whole = max(sampler.batch_samples(key.batch) for sampler in self._samplers)
         shares = self._book.split(key, whole)
         samples = shares[self._channel.rank]
-        self.timer.batch_started(samples, whole == self._book.latest.global_batch_size)
+        self.timer.batch_started(samples, whole == self._book.global_batch_size(key.epoch))
         return self._in_parts(shares, whole)
 
     def _in_parts(self, shares: tuple[int, ...], whole: int) -> Share:
@@ -160,11 +169,46 @@ class Balancer:
             plan = self._controller.decide(book.latest, start)
         plan = self._channel.broadcast(plan)
         if plan is not None:
-            book.add(plan)
-            rank_zero_info(
-                f"hetckpt: {'/'.join(map(str, plan.shares))} samples from epoch {start.epoch}, batch {start.batch} "
-                f"({plan.reason})"
+            self._take_up(book, plan)
+
+    def _take_up(self, book: PlanBook, plan: BatchPlan) -> None:
+        book.add(plan)
+        rank_zero_info(
+            f"hetckpt: {'/'.join(map(str, plan.shares))} samples from epoch {plan.start.epoch}, batch "
+            f"{plan.start.batch} ({plan.reason})"
+        )
+
+    def begin_epoch(self) -> None:
+        """Let AdaptiveBatch choose the global batch of the epoch that begins, before anything of it is drawn."""
+        adaptive, book, controller = self._adaptive, self._book, self._controller
+        assert adaptive is not None and book is not None and controller is not None
+        epoch, _ = self._step_key()
+        plan: BatchPlan | None = None
+        if self._channel.rank == 0 and adaptive.is_due(epoch):
+            least, most = self._bounds()
+            samples = min(sampler.samples for sampler in self._samplers)
+            most_together = sum(samples if own is None else own for own in most)
+            plan = adaptive.choose(
+                controller.predict_over,
+                epoch,
+                sum(least),
+                min(samples, most_together),
+                self._options.multiple_of,
             )
+        # The ranks' averages may differ in the last bit, and learning rates must not.
+        plan, noise_scale = self._channel.broadcast((plan, adaptive.cautious_noise_scale))
+        if plan is not None:
+            self._take_up(book, plan)
+            host.recount_train_batches(self._trainer)
+        adaptive.begin_epoch(book.global_batch_size(epoch), noise_scale)
+
+    @property
+    def base_batches(self) -> int | None:
+        """Batches in an epoch at the global batch of the start; None where it never changes."""
+        base = self._adaptive.base_global_batch_size if self._adaptive is not None else None
+        if base is None or not self._samplers:
+            return None
+        return host.train_batches(self._trainer, [sampler.batches_of(base) for sampler in self._samplers])
 
     def _first_plan(self, global_batch_size: int) -> BatchPlan:
         world, options = self._channel.size, self._options
@@ -217,11 +261,22 @@ class Balancer:
         self._agree_on_loader(len(order), wanted)
         if self._book is None:
             least, most = self._bounds()
+            self._wanted = wanted
+            if self._adaptive is not None:
+                is_explicit = self._options.global_batch_size is not None
+                wanted = self._adaptive.begin_fit(wanted, self._saved is not None, is_explicit)
             self._book = PlanBook(self._first_plan(wanted), least)
-            self._controller = Controller(self._channel.size, wanted, least, most, self._options.multiple_of)
-        elif wanted != self._book.latest.global_batch_size:
+            self._controller = Controller(
+                self._channel.size,
+                wanted,
+                least,
+                most,
+                self._options.multiple_of,
+                explore=self._adaptive is not None,
+            )
+        elif wanted != self._wanted:
             raise LoaderError(
-                f"found train loaders with global batches of {self._book.latest.global_batch_size} and {wanted} samples; "
+                f"found train loaders with global batches of {self._wanted} and {wanted} samples; "
                 "HeteroDDP weighs both by one plan, so give all train loaders the same batch_size."
             )
         trainer = self._trainer

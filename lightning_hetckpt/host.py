@@ -327,6 +327,107 @@ def add_callback(trainer: Trainer, callback: Callback) -> None:
     trainer.callbacks.insert(len(trainer.callbacks) if at is None else at, callback)
 
 
+def add_first_callback(trainer: Trainer, callback: Callback) -> None:
+    """Let `callback` run before all others, unless it is there already."""
+    if callback not in trainer.callbacks:
+        trainer.callbacks.insert(0, callback)
+
+
+# ---------------------------------------------------------------- epochs of other lengths
+
+
+def train_batches(trainer: Trainer, lengths: Sequence[int]) -> int:
+    """Batches in an epoch whose train loaders have `lengths`: what Lightning would count."""
+    from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
+
+    limited = [min(pair) for pair in zip(lengths, _limits(trainer, lengths), strict=True)]
+    return int(_SUPPORTED_MODES[trainer.fit_loop._combined_loader._mode]["fn"](limited))
+
+
+def _limits(trainer: Trainer, lengths: Sequence[int]) -> list[int]:
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+    from lightning.pytorch.trainer.states import RunningStage
+
+    stage, limit = RunningStage.TRAINING, trainer.limit_train_batches
+    return [int(_parse_num_batches(stage, length, limit)) for length in lengths]
+
+
+def recount_train_batches(trainer: Trainer) -> None:
+    """Tell Lightning that its train loaders have another length from this epoch on.
+
+    It counts when it sets the loaders up. To be called before the first batch of an epoch, from
+    `on_train_epoch_start`.
+    """
+    loop = trainer.fit_loop
+    lengths = [len(loader) for loader in loop._combined_loader.flattened]
+    loop._combined_loader.limits = _limits(trainer, lengths)
+    loop.max_batches = train_batches(trainer, lengths)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+    elif isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
+        trainer.val_check_batch = min(trainer.val_check_interval, loop.max_batches)
+    if loop.is_resuming or loop.epoch_loop.restarting:
+        iter(loop._data_fetcher)  # Lightning would go on with the iterator that it made for the old length
+
+
+def optimizer_steps(trainer: Trainer, batches: int) -> int:
+    """Optimizer steps that Lightning makes of so many batches of an epoch; the last may be short."""
+    return -(-batches // int(trainer.accumulate_grad_batches))
+
+
+def pace_schedulers(trainer: Trainer, ticks: Callable[[], int]) -> None:
+    """Let step-wise schedulers move `ticks()` times behind an optimizer step instead of once."""
+    free_schedulers(trainer)
+    module = trainer.lightning_module
+    stepwise = []
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            if config.frequency != 1:
+                raise ConfigurationError(
+                    f"found a step-wise {type(config.scheduler).__name__} with frequency={config.frequency}; with "
+                    "AdaptiveBatch a step stands for a changing number of samples. Use frequency=1, or interval='epoch'."
+                )
+            stepwise.append(config.scheduler)
+    step = module.lr_scheduler_step
+
+    def paced(scheduler: Any, metric: Any) -> None:
+        for _ in range(ticks() if any(scheduler is one for one in stepwise) else 1):
+            step(scheduler, metric)
+
+    module.lr_scheduler_step = paced
+
+
+def free_schedulers(trainer: Trainer) -> None:
+    """Undo `pace_schedulers`."""
+    vars(trainer.lightning_module).pop("lr_scheduler_step", None)
+
+
+def estimate_steps_at_base_batch() -> None:
+    """Let `trainer.estimated_stepping_batches` ask a strategy for the batches of an epoch, if it wants to tell.
+
+    It is what a user lays a schedule out for, before training and again in `configure_optimizers` of every
+    resume, so it must not follow a batch size that changes meanwhile. Extended once per process.
+    """
+    from lightning.pytorch import Trainer
+
+    original: Any = Trainer.estimated_stepping_batches
+    if hasattr(original.fget, "__wrapped__"):
+        return
+
+    @wraps(original.fget)
+    def estimated(self: Any) -> Any:
+        found, base_batches = original.fget(self), getattr(self.strategy, "base_batches", None)
+        if base_batches is None:
+            return found
+        present, self.fit_loop.max_batches = self.fit_loop.max_batches, base_batches
+        try:
+            return original.fget(self)
+        finally:
+            self.fit_loop.max_batches = present
+
+    Trainer.estimated_stepping_batches = property(estimated, doc=original.__doc__)  # type: ignore[assignment]
+
+
 # ---------------------------------------------------------------- data
 
 

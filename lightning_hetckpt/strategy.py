@@ -17,12 +17,15 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_hetckpt import host, loaders, resume
+from lightning_hetckpt.adaptive_batch import AdaptiveBatch
+from lightning_hetckpt.balance.gradient_norms import check_hook
 from lightning_hetckpt.balance.memory_meter import device_name
 from lightning_hetckpt.balance.plan import BatchPlan
 from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
@@ -63,6 +66,7 @@ class HeteroDDP(DDPStrategy):
         max_micro_batch: most samples that a device can run at once, one number for all or one per rank, None for
             no limit. A larger share is run as several micro-batches within the step, with the same result: the
             batch's tensors are cut along dimension 0.
+        adaptive_batch: chooses the global batch anew between epochs; None keeps it.
         **ddp_kwargs: passed on to Lightning's `DDPStrategy` and torch's `DistributedDataParallel`.
 
     Raises:
@@ -81,6 +85,7 @@ class HeteroDDP(DDPStrategy):
         loss_reduction: Literal["mean", "sum"] = "mean",
         weight_by: WeightBy | None = None,
         max_micro_batch: Limit | Sequence[int | None] | None = None,
+        adaptive_batch: AdaptiveBatch | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         _check_ddp_options(ddp_kwargs)
@@ -96,6 +101,9 @@ class HeteroDDP(DDPStrategy):
             max_micro_batch,
         )
         self._weighing = Weighing(loss_reduction, weight_by)
+        if adaptive_batch is not None:
+            _check_adaptive(policy, loss_reduction, weight_by)
+        self.adaptive_batch = adaptive_batch
         self._parts = self._new_parts()
         self._balancer: Balancer | None = None  # of the present fit, or of the last one
         self._channel: Channel = SoloChannel()
@@ -107,6 +115,7 @@ class HeteroDDP(DDPStrategy):
         self._weights_move_next = False  # forward and backward are over, and the optimizer comes
         host.find_last_snapshot_too()
         host.refuse_other_lightning()
+        host.estimate_steps_at_base_batch()
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -127,6 +136,8 @@ class HeteroDDP(DDPStrategy):
         ensure_snapshots(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._balancer, self._unfenced = None, []
+            if self.adaptive_batch is not None:
+                host.add_first_callback(trainer, self.adaptive_batch)
             host.watch_train_loaders(trainer, self._expect_train_loaders)
 
     def _expect_train_loaders(self, given: list[Any]) -> None:
@@ -144,7 +155,9 @@ class HeteroDDP(DDPStrategy):
             self._channel = GroupChannel(gloo)
         trainer = self._trainer()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._balancer = Balancer(self.options, trainer, self._channel, self.root_device)
+            self._balancer = Balancer(
+                self.options, trainer, self._channel, self.root_device, self.adaptive_batch
+            )
             self._parts = self._new_parts()
         self._agreed = resume.agree_on_last(trainer)
 
@@ -165,9 +178,13 @@ class HeteroDDP(DDPStrategy):
             super()._register_ddp_hooks()
             return
         # DDP takes one hook only, so the user's runs inside ours; stock Lightning would ignore it on CPU.
-        user_hook: Any = self._ddp_comm_hook
-        if user_hook is not None and self._ddp_comm_wrapper is not None:
+        user_hook: Any = self._ddp_comm_hook or allreduce_hook
+        if self.adaptive_batch is not None:
+            check_hook(user_hook, self._ddp_comm_state)
+        if self._ddp_comm_hook is not None and self._ddp_comm_wrapper is not None:
             user_hook = self._ddp_comm_wrapper(user_hook)
+        if self.adaptive_batch is not None:
+            user_hook = self.adaptive_batch.wrap(user_hook)
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self._ddp_comm_state, self._balancer.timing_hook(user_hook))
 
@@ -203,6 +220,18 @@ class HeteroDDP(DDPStrategy):
             return dataloader
         return self._balancer.share_out(dataloader)
 
+    # ------------------------------------------------------------ adaptive global batch
+
+    def begin_epoch(self) -> None:
+        """Called by AdaptiveBatch on all ranks before the first batch of an epoch is drawn."""
+        if self._balancer is not None:
+            self._balancer.begin_epoch()
+
+    @property
+    def base_batches(self) -> int | None:
+        """Batches in an epoch at the global batch of the start; None where it never changes."""
+        return self._balancer.base_batches if self._balancer is not None else None
+
     # ------------------------------------------------------------ one batch
 
     @override
@@ -227,6 +256,12 @@ class HeteroDDP(DDPStrategy):
         share = self._balancer.begin_batch() if self._balancer is not None else None
         if share is not None:
             self._parts.begin(self._trainer(), share, batch)
+            if self.adaptive_batch is not None:
+                # What the loss is multiplied by in all; Lightning divides it by the batches of an optimizer step.
+                weight = (
+                    self.world_size * share.samples / share.whole / self._trainer().accumulate_grad_batches
+                )
+                self.adaptive_batch.batch_begins(share.samples, share.whole, weight)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,9 +308,17 @@ class HeteroDDP(DDPStrategy):
         self._in_backward = True
         try:
             with self._explaining_memory():
-                return self._parts.backward(closure_loss, optimizer, reduced_backward)
+                loss = self._parts.backward(closure_loss, optimizer, reduced_backward)
         finally:
             self._in_backward = False
+        if self.adaptive_batch is not None:
+            self.adaptive_batch.backward_ended(self.world_size, self._loss_scale())
+        return loss
+
+    def _loss_scale(self) -> Tensor | float:
+        """What mixed precision multiplies the loss by, without waiting for the device."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
@@ -353,6 +396,8 @@ class HeteroDDP(DDPStrategy):
             self._fence()
             if self._balancer is not None:
                 self._balancer.timer.optimizer_started()
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.scale_lr(optimizer)
             self._weights_move_next = True  # a save in `on_before_optimizer_step` comes too late to overlap
             return result
 
@@ -362,6 +407,8 @@ class HeteroDDP(DDPStrategy):
             self._weights_move_next = False
             if self._balancer is not None:
                 self._balancer.timer.optimizer_ended()
+            if self.adaptive_batch is not None:
+                self.adaptive_batch.restore_lr(optimizer)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -472,6 +519,15 @@ class HeteroDDP(DDPStrategy):
 def _is_uploaded(trainer: Trainer) -> bool:
     """Whether a logger reads a checkpoint as soon as `save_checkpoint` returns."""
     return any(type(one).after_save_checkpoint is not Logger.after_save_checkpoint for one in trainer.loggers)
+
+
+def _check_adaptive(policy: str, loss_reduction: str, weight_by: WeightBy | None) -> None:
+    if policy != "live" or loss_reduction != "mean" or weight_by is not None:
+        raise ConfigurationError(
+            f"HeteroDDP(adaptive_batch=..., policy={policy!r}, loss_reduction={loss_reduction!r}, weight_by={weight_by!r}"
+            "): the choice of a batch needs learnt speeds and gradients of a mean over samples, so expected "
+            'policy="live", loss_reduction="mean" and weight_by=None'
+        )
 
 
 def _check_ddp_options(given: dict[str, Any]) -> None:

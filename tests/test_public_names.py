@@ -29,6 +29,9 @@ OPTIONS = {
         "multiple_of": 1,
         "replan_every": 20,
         "loss_reduction": "mean",
+        "weight_by": None,
+        "max_micro_batch": None,
+        "adaptive_batch": None,
     },
     "StripedAsyncCheckpointIO": {
         "dirs": None,
@@ -36,6 +39,12 @@ OPTIONS = {
         "checksum": True,
         "direct": "auto",
         "snapshots": True,
+    },
+    "AdaptiveBatch": {
+        "max_global_batch_size": inspect.Parameter.empty,
+        "min_global_batch_size": None,
+        "lr_scaling": "adascale",
+        "every_n_epochs": 1,
     },
     "SnapshotCallback": {
         "dirpath": None,
@@ -71,7 +80,7 @@ def test_hetero_ddp_passes_other_options_on_to_ddp() -> None:
 
 
 def test_every_public_name_is_there_and_listed() -> None:
-    names = ["HeteroDDP", "HetckptError", "SnapshotCallback", "StripedAsyncCheckpointIO"]
+    names = ["AdaptiveBatch", "HeteroDDP", "HetckptError", "SnapshotCallback", "StripedAsyncCheckpointIO"]
 
     assert sorted(lightning_hetckpt.__all__) == sorted(names)
     assert set(names) <= set(dir(lightning_hetckpt))

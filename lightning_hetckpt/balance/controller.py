@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_hetckpt.balance.evidence import stands_out
 from lightning_hetckpt.balance.plan import BatchPlan, StepKey
-from lightning_hetckpt.balance.solver import DeviceModel, solve
+from lightning_hetckpt.balance.probe import probe_shares
+from lightning_hetckpt.balance.solver import (
+    DeviceModel,
+    OptPerf,
+    SyncModel,
+    device_s,
+    optimise,
+    optperf_over,
+    step_s,
+)
+from lightning_hetckpt.balance.sync_fit import SyncFit
 from lightning_hetckpt.balance.throughput import ThroughputModel, WindowStats
 from lightning_hetckpt.errors import PlanError
 
@@ -15,6 +25,9 @@ from lightning_hetckpt.errors import PlanError
 _LEAST_GAIN = 0.03
 # No share grows beyond the largest batch that the device was timed at by more than this factor.
 _REACH = 2
+# A probe waits until a plan has had this many windows to show what it is worth.
+_WINDOWS_BEFORE_PROBE = 2
+_STATE_VERSION = 2
 
 
 class Controller:
@@ -29,6 +42,9 @@ class Controller:
         min_samples: fewest samples of each rank.
         max_samples: most samples of each rank; None for no limit.
         multiple_of: all shares but one are multiples of it.
+        devices: what each rank computes on, by name; what was learnt is used again on the same ones only.
+        explore: try a second batch size on every rank, even where the present split looks right, so that
+            `predict` knows what other global batches would take.
 
     Raises:
         PlanError: no split keeps to the bounds.
@@ -41,77 +57,137 @@ class Controller:
         min_samples: Sequence[int],
         max_samples: Sequence[int | None],
         multiple_of: int = 1,
+        devices: Sequence[str] = (),
+        explore: bool = False,
     ) -> None:
-        self._global_batch_size = global_batch_size
         self._min_samples = tuple(min_samples)
         self._max_samples = tuple(max_samples)
         self._multiple_of = multiple_of
-        self._models = [ThroughputModel() for _ in range(world_size)]
+        self._devices = list(devices)
+        self._explore = explore
+        self._ranks = [ThroughputModel() for _ in range(world_size)]
+        self._sync = SyncFit()
+        self._probed = False
+        self._windows = 0  # since the latest plan was made
         # Bounds that can never hold are an error here, on every rank, and not at the first new plan.
-        solve(
-            [DeviceModel(1.0)] * world_size,
-            global_batch_size,
-            min_samples,
-            max_samples,
-            multiple_of,
-        )
+        optimise([DeviceModel(1.0)] * world_size, global_batch_size, min_samples, max_samples, multiple_of)
 
     def observe(self, stats: Sequence[WindowStats | None]) -> None:
         """Learn from one window of each rank, in the order of the ranks; None where one has nothing to tell."""
-        for model, window in zip(self._models, stats, strict=True):
+        for rank, window in zip(self._ranks, stats, strict=True):
             if window is not None:
-                model.observe(window)
+                rank.observe(window)
+        self._sync.observe([window for window in stats if window is not None])
+        self._windows += 1
 
     def decide(self, current: BatchPlan, start: StepKey) -> BatchPlan | None:
         """A better plan from `start` on, or None to keep `current`.
 
         Keeps while a rank was never timed, while `current` has not begun, and while the predicted gain is
-        below 3 % or could be mere noise.
+        below 3 % or could be mere noise. Where the speed of some rank at other batch sizes is anybody's guess
+        and could be worth more than that, the sizes are moved a little to find out, once.
         """
-        lines = [line for model in self._models if (line := model.line()) is not None]
-        if len(lines) < len(self._models) or start <= current.start:
+        models = self._models()
+        if models is None or start <= current.start:
             return None
-        shares = self._best(lines, current.shares)
-        now_s, then_s = _slowest_s(lines, current.shares), _slowest_s(lines, shares)
-        gain = 1 - then_s / now_s
-        if gain <= max(_LEAST_GAIN, self._chance_gain(current.shares)):
-            return None
-        return BatchPlan(shares, start, f"{gain:.0%} faster than {now_s:.3g} s", then_s)
+        sync = self._sync_model()
+        own_s = device_s(models, current.shares, sync)
+        now_s = max(own_s)
+        best = self._best(models, current.shares, sync)
+        gain = 1 - best.step_s / now_s
+        errors_s = [rank.error_s(share) for rank, share in zip(self._ranks, current.shares, strict=True)]
+        if gain > _LEAST_GAIN and stands_out([seconds - best.step_s for seconds in own_s], errors_s):
+            self._windows = 0
+            return BatchPlan(best.shares, start, f"{gain:.0%} faster than {now_s:.3g} s", best.step_s)
+        return self._probe(models, current, start, errors_s)
+
+    def predict(self, total: int) -> OptPerf | None:
+        """The best split of another global batch and its step time; None where that cannot be told.
+
+        That is while a rank was never timed, outside the bounds, and where a rank would get more than twice of
+        what it was ever timed at.
+        """
+        return self.predict_over([total])[0]
+
+    def predict_over(self, totals: Sequence[int]) -> tuple[OptPerf | None, ...]:
+        """`predict` for many global batches at once."""
+        models = self._models()
+        if models is None:
+            return (None,) * len(totals)
+        reach = self._within_reach([0] * len(models))
+        return optperf_over(models, totals, self._min_samples, reach, self._multiple_of, self._sync_model())
+
+    def input_bound(self) -> tuple[int, ...]:
+        """The ranks that wait for their input much of the time; a smaller share is no cure for that."""
+        return tuple(number for number, rank in enumerate(self._ranks) if rank.input_bound)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt about each rank, as plain JSON data."""
-        return {"version": 1, "models": [model.state_dict() for model in self._models]}
+        return {
+            "version": _STATE_VERSION,
+            "devices": list(self._devices),
+            "models": [rank.state_dict() for rank in self._ranks],
+            "sync": self._sync.state_dict(),
+            "probed": self._probed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; what other numbers of ranks have learnt says nothing here."""
-        if state["version"] == 1 and len(state["models"]) == len(self._models):
-            for model, saved in zip(self._models, state["models"], strict=True):
-                model.load_state_dict(saved)
+        """Go on from what `state_dict` gave; what was learnt on other devices says nothing here."""
+        same = state["version"] == _STATE_VERSION and state["devices"] == self._devices
+        if same and len(state["models"]) == len(self._ranks):
+            for rank, saved in zip(self._ranks, state["models"], strict=True):
+                rank.load_state_dict(saved)
+            self._sync.load_state_dict(state["sync"])
+            self._probed = bool(state["probed"])
 
-    def _best(self, lines: Sequence[DeviceModel], shares: Sequence[int]) -> tuple[int, ...]:
+    def _models(self) -> list[DeviceModel] | None:
+        """The lines of all ranks; None while one of them was never timed."""
+        lines = [line for rank in self._ranks if (line := rank.line()) is not None]
+        return lines if len(lines) == len(self._ranks) else None
+
+    def _sync_model(self) -> SyncModel | None:
+        """The all-reduce, as soon as the backward passes that it hides behind are all known."""
+        return self._sync.model() if all(rank.knows_backward for rank in self._ranks) else None
+
+    def _best(self, models: Sequence[DeviceModel], shares: Sequence[int], sync: SyncModel | None) -> OptPerf:
         """The best split in which no rank grows far beyond what it was timed at."""
-        total, low = self._global_batch_size, self._min_samples
-        within_reach: list[int | None] = []
-        for model, share, most in zip(self._models, shares, self._max_samples, strict=True):
-            # Only growth is held back: with fewer samples a device surely takes no longer than it does now.
-            reach = max(share, model.most_timed * _REACH)
-            within_reach.append(reach if most is None else min(reach, most))
+        total = sum(shares)
         try:
-            return solve(lines, total, low, within_reach, self._multiple_of)
+            return optimise(
+                models, total, self._min_samples, self._within_reach(shares), self._multiple_of, sync
+            )
         except PlanError:
             # A first plan of the user's own may lie outside the bounds; then the way in may be far.
-            return solve(lines, total, low, self._max_samples, self._multiple_of)
+            return optimise(models, total, self._min_samples, self._max_samples, self._multiple_of, sync)
 
-    def _chance_gain(self, shares: Sequence[int]) -> float:
-        """The gain that ranks of equal speed would seem to offer by noise alone.
+    def _within_reach(self, shares: Sequence[int]) -> list[int | None]:
+        """The most samples of each rank for which its line can be trusted, and no fewer than it has now."""
+        # Only growth is held back: with fewer samples a device surely takes no longer than it does now.
+        reach = [
+            max(share, rank.most_timed * _REACH) for rank, share in zip(self._ranks, shares, strict=True)
+        ]
+        return [
+            far if most is None else min(far, most)
+            for far, most in zip(reach, self._max_samples, strict=True)
+        ]
 
-        The slowest of W noisy ranks stands out by about sqrt(2 ln W) standard deviations; one and a
-        half more make a mistake rare.
-        """
-        errors = [model.relative_error(share) for model, share in zip(self._models, shares, strict=True)]
-        typical = math.sqrt(sum(error**2 for error in errors) / len(errors))
-        return typical * (1.5 + math.sqrt(2 * math.log(len(errors))))
-
-
-def _slowest_s(lines: Sequence[DeviceModel], shares: Sequence[int]) -> float:
-    return max(line.step_s(share) for line, share in zip(lines, shares, strict=True))
+    def _probe(
+        self, models: Sequence[DeviceModel], current: BatchPlan, start: StepKey, errors_s: Sequence[float]
+    ) -> BatchPlan | None:
+        """A plan only a little off the present one, that tells about lines which are anybody's guess."""
+        if self._probed or self._windows < _WINDOWS_BEFORE_PROBE:
+            return None
+        sync = self._sync_model()
+        shares = probe_shares(
+            self._ranks,
+            models,
+            current.shares,
+            (self._min_samples, self._max_samples, self._multiple_of),
+            sync,
+            errors_s,
+            self._explore,
+        )
+        if shares is None:
+            return None
+        self._probed, self._windows = True, 0
+        return BatchPlan(shares, start, "a probe at other batch sizes", step_s(models, shares, sync))

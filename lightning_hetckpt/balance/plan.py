@@ -99,14 +99,24 @@ class PlanBook:
         return self._plans[-1]
 
     def add(self, plan: BatchPlan) -> None:
-        """Let `plan` hold from its start on; it must start after every other plan."""
+        """Let `plan` hold from its start on; it must start after every other plan.
+
+        Another global batch may start with an epoch only: so within an epoch every batch has the same size, and a
+        place in its order is one number.
+        """
         last = self._plans[-1]
-        if plan.start <= last.start or plan.global_batch_size != last.global_batch_size:
+        if plan.start <= last.start or (
+            plan.global_batch_size != last.global_batch_size and plan.start.batch != 0
+        ):
             raise PlanError(
                 f"the plan {plan.shares} from {tuple(plan.start)} cannot follow {last.shares} "
-                f"from {tuple(last.start)}: it must start later and keep the global batch size"
+                f"from {tuple(last.start)}: it must start later, and keep the global batch size within an epoch"
             )
         self._plans.append(plan)
+
+    def global_batch_size(self, epoch: int) -> int:
+        """Samples of all ranks together in a whole batch of `epoch`."""
+        return self.at(StepKey(epoch, 0)).global_batch_size
 
     def at(self, step: StepKey) -> BatchPlan:
         """The plan in force at `step`."""

@@ -102,8 +102,8 @@ def _seeded(seed: int, generator: object) -> Iterator[None]:
 class PlannedBatchSampler(Sampler[list[Any]]):
     """Yields this rank's part of each global batch, by the plan in force at that batch.
 
-    Batch k of an epoch is `order[k*B : (k+1)*B]` on every rank, whatever the plans say; they only move
-    the borders between the ranks inside it. So every sample comes exactly once per epoch, and the
+    Batch k of an epoch is `order[k*B : (k+1)*B]` on every rank, whatever the plans of that epoch say; they only
+    move the borders between the ranks inside it. So every sample comes exactly once per epoch, and the
     place in the order is one number that holds for any number of ranks.
 
     Loaders with workers draw far ahead of training, and each rank differently. Hence a plan holds from a
@@ -147,18 +147,26 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         return self._book.at(self._issued).shares[self._rank]
 
     @property
+    def samples(self) -> int:
+        """Samples of all ranks together in an epoch."""
+        return len(self._order)
+
+    @property
     def issued(self) -> StepKey:
         """The furthest batch that was ever handed out; batch -1 before the first."""
         return self._issued
 
     def batch_samples(self, batch: int) -> int:
         """Samples of all ranks together in a batch of the epoch."""
-        whole = self._global_batch_size
-        return max(0, min(whole, len(self._order) - batch * whole))
+        return self._samples_of(self._epoch, batch)
 
     def __len__(self) -> int:
-        """Batches in an epoch, the same on every rank."""
-        samples, whole = len(self._order), self._global_batch_size
+        """Batches in the epoch that was announced last, the same on every rank."""
+        return self.batches_of(self._book.global_batch_size(self._epoch))
+
+    def batches_of(self, whole: int) -> int:
+        """Batches in an epoch with a global batch of `whole` samples."""
+        samples = len(self._order)
         return samples // whole if self.drop_last else -(-samples // whole)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -170,7 +178,7 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         # All this runs at the first draw. Lightning makes the iterator of a fresh run before it sets the epoch,
         # and a DataLoader with workers makes two and throws the first away.
         epoch, done = self._resume or StepKey(self._epoch, self._passed)
-        batches = len(self)
+        batches = self.batches_of(self._book.global_batch_size(epoch))
         if not batches:
             return
         if self._resume is not None and done >= batches:
@@ -196,13 +204,14 @@ class PlannedBatchSampler(Sampler[list[Any]]):
         """The place in the global order, the same on every rank and good for any number of them."""
         # A new epoch is announced before the count of trained batches goes back to zero.
         batches = self._trained_batches() if self._issued.epoch >= self._epoch else 0
+        whole = self._book.global_batch_size(self._epoch)
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
             "batches": batches,
-            "samples": min(batches * self._global_batch_size, len(self._order)),
+            "samples": min(batches * whole, len(self._order)),
             "seed": self._order.seed,
-            "global_batch_size": self._global_batch_size,
+            "global_batch_size": whole,
             "length": len(self._order),
             "shares": list(self._book.latest.shares),
         }
@@ -223,19 +232,18 @@ class PlannedBatchSampler(Sampler[list[Any]]):
                 f"the checkpoint was shuffled with seed {state['seed']}, this run has seed {self._order.seed}: it would "
                 f"repeat some samples and miss others. Call seed_everything({state['seed']}) before the Trainer."
             )
-        batches = state["batches"]
+        self._epoch, batches = state["epoch"], state["batches"]
         whole, rest = divmod(state["length"], state["global_batch_size"])
         in_pass = whole if self.drop_last else whole + (rest > 0)
         if in_pass and batches % in_pass:
             self._check_place(state)
-        self._epoch = state["epoch"]
         over = batches >= in_pass  # also where this loader has another length by now
         self._resume = StepKey(self._epoch, max(batches, len(self)) if over else batches)
         self._issued = max(self._issued, StepKey(self._epoch, self._resume.batch - 1))
 
-    @property
-    def _global_batch_size(self) -> int:
-        return self._book.latest.global_batch_size
+    def _samples_of(self, epoch: int, batch: int) -> int:
+        whole = self._book.global_batch_size(epoch)
+        return max(0, min(whole, len(self._order) - batch * whole))
 
     def _check_place(self, state: dict[str, Any]) -> None:
         """Refuse to go on in the middle of an epoch of other samples or other batches."""
@@ -245,16 +253,17 @@ class PlannedBatchSampler(Sampler[list[Any]]):
                 f"{place} of {state['length']} samples, but this loader has {len(self._order)}. Give it the same "
                 "dataset, or resume from a checkpoint of an epoch's end."
             )
-        if state["global_batch_size"] != self._global_batch_size:
+        whole = self._book.global_batch_size(self._epoch)
+        if state["global_batch_size"] != whole:
             raise LoaderError(
                 f"{place} with {state['global_batch_size']} samples in a global batch, but this run has "
-                f"{self._global_batch_size}. Set global_batch_size={state['global_batch_size']} or None, and change "
+                f"{whole}. Set global_batch_size={state['global_batch_size']} or None, and change "
                 "it at an epoch's end."
             )
 
     def _part(self, order: Sequence[Any], batch: int, step: StepKey) -> list[Any]:
-        begin = batch * self._global_batch_size
-        shares = self._book.split(step, self.batch_samples(batch))
+        begin = batch * self._book.global_batch_size(step.epoch)
+        shares = self._book.split(step, self._samples_of(step.epoch, batch))
         mine = shares[self._rank]
         if mine == 0:
             # Every rank must run its backward pass; the caller gives this sample weight zero.

@@ -2,81 +2,38 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_hetckpt.balance.optperf import (
+    DeviceModel,
+    Fleet,
+    OptPerf,
+    Samples,
+    Seconds,
+    SyncModel,
+    device_s,
+    step_s,
+)
 from lightning_hetckpt.errors import PlanError
 
-_Samples = NDArray[np.int64]
+__all__ = [
+    "DeviceModel",
+    "OptPerf",
+    "SyncModel",
+    "device_s",
+    "optimise",
+    "optperf_over",
+    "share_by_speed",
+    "solve",
+    "step_s",
+]
 
 # Each halving gives one bit of the deadline, and a double has 53.
 _HALVINGS = 60
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class DeviceModel:
-    """How long one device computes for a batch: `fixed_s + seconds_per_sample * samples`.
-
-    Models sort by speed: at equal `fixed_s` the faster device comes first.
-    """
-
-    seconds_per_sample: float
-    fixed_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.seconds_per_sample < math.inf and 0 <= self.fixed_s < math.inf):
-            raise PlanError(
-                f"a device needs a finite time above zero for each sample and a finite fixed time, found {self}"
-            )
-
-    def step_s(self, samples: int) -> float:
-        """Seconds that the device computes for `samples`."""
-        return self.fixed_s + self.seconds_per_sample * samples
-
-
-class _Fleet:
-    """The time functions of all devices side by side; nothing else in here knows their form.
-
-    The search below asks for the inverse only, so a richer model (the maximum of several lines, one
-    for each way in which communication can bind) has to change this class alone.
-    """
-
-    def __init__(self, models: Sequence[DeviceModel]) -> None:
-        self._slope = np.array([model.seconds_per_sample for model in models])
-        self._fixed = np.array([model.fixed_s for model in models])
-
-    def step_s(self, samples: _Samples) -> NDArray[np.float64]:
-        """Seconds that each device computes for its number of samples."""
-        seconds: NDArray[np.float64] = self._fixed + self._slope * samples
-        return seconds
-
-    def samples_within(self, deadline_s: float) -> NDArray[np.float64]:
-        """The inverse: samples that each device finishes within `deadline_s`; below zero where none."""
-        samples: NDArray[np.float64] = (deadline_s - self._fixed) / self._slope
-        return samples
-
-    def fastest_first(self) -> NDArray[np.int64]:
-        """The ranks by speed, then by number: the order in which ties are broken."""
-        return np.lexsort((self._fixed, self._slope))
-
-
-class _Ladder:
-    """The sizes that each device may take: from `first` to `last` in strides of `multiple_of`."""
-
-    def __init__(self, low: _Samples, high: _Samples, multiple_of: int, rest: int) -> None:
-        self.first = low + (rest - low) % multiple_of
-        self.last = high - (high - rest) % multiple_of
-        self.stride = multiple_of
-
-    def below(self, samples: NDArray[np.float64]) -> _Samples:
-        """The highest rung of each device that is at most `samples`, and at least the first one."""
-        within = np.clip(samples, self.first, self.last)
-        return self.first + (within - self.first).astype(np.int64) // self.stride * self.stride
 
 
 def solve(
@@ -85,13 +42,25 @@ def solve(
     min_samples: Sequence[int],
     max_samples: Sequence[int | None],
     multiple_of: int = 1,
+    sync: SyncModel | None = None,
 ) -> tuple[int, ...]:
-    """Whole numbers `b_i` that sum to `total` and make `max_i step_s_i(b_i)` as small as it can be.
+    """The shares of `optimise` alone."""
+    return optimise(models, total, min_samples, max_samples, multiple_of, sync).shares
 
-    Water-filling finds the common deadline; a heap hands out the samples that are left, each to the
-    device that then finishes first. Ties go to the faster device, then to the lower rank: the same
-    numbers give the same split everywhere, and of two devices with equal bounds that both hold a
-    multiple the faster one never gets less. (DESIGN §5.2; Cannikin, arXiv 2402.05302, where the deadline is OptPerf.)
+
+def optimise(
+    models: Sequence[DeviceModel],
+    total: int,
+    min_samples: Sequence[int],
+    max_samples: Sequence[int | None],
+    multiple_of: int = 1,
+    sync: SyncModel | None = None,
+) -> OptPerf:
+    """Whole numbers `b_i` that sum to `total` and make the step as short as it can be.
+
+    Ties go to the faster device, then to the lower rank: the same numbers give the same split everywhere, and
+    of two devices with equal bounds that both hold a multiple one that is faster in all ways never gets less.
+    (DESIGN §5.2; OptPerf of Cannikin, arXiv 2402.05302.)
 
     Args:
         models: the time function of each device.
@@ -99,28 +68,43 @@ def solve(
         min_samples: the fewest that each device may get, at least 1.
         max_samples: the most that each device may get; None for no limit.
         multiple_of: all devices but one hold a multiple of it; that one takes the rest.
+        sync: the all-reduce; None minimises the compute time of the slowest device.
 
     Raises:
         PlanError: no split keeps to the bounds.
     """
-    low = np.array(min_samples, dtype=np.int64)
-    high = np.array(
-        [total if most is None else min(most, total) for most in max_samples],
-        dtype=np.int64,
-    )
-    if not len(models) == len(low) == len(high) or low.size == 0 or low.min() < 1 or multiple_of < 1:
+    (best,) = optperf_over(models, [total], min_samples, max_samples, multiple_of, sync)
+    if best is None:
         raise _impossible(total, min_samples, max_samples, multiple_of)
+    return best
 
-    fleet = _Fleet(models)
-    ladder = _choose_ladder(fleet, low, high, total, multiple_of)
-    if ladder is None:
-        raise _impossible(total, min_samples, max_samples, multiple_of)
-    too_early_s, _ = _narrow(
-        lambda deadline_s: bool(ladder.below(fleet.samples_within(deadline_s)).sum() >= total),
-        slowest_s=float(fleet.step_s(ladder.last).max()),
-    )
-    shares = ladder.below(fleet.samples_within(too_early_s))
-    return _hand_out(models, shares.tolist(), ladder.last.tolist(), total, multiple_of)
+
+def optperf_over(
+    models: Sequence[DeviceModel],
+    totals: Sequence[int],
+    min_samples: Sequence[int],
+    max_samples: Sequence[int | None],
+    multiple_of: int = 1,
+    sync: SyncModel | None = None,
+) -> tuple[OptPerf | None, ...]:
+    """`optimise` for many global batches at once; None for each that the bounds do not allow.
+
+    Water-filling finds a deadline by which too few samples are done, but hardly; the samples that are left go to
+    the devices that then reach their next rung first.
+    """
+    low = np.array(min_samples, dtype=np.float64)
+    caps = np.array([math.inf if most is None else most for most in max_samples])
+    if not len(models) == len(low) == len(caps) or low.size == 0 or low.min() < 1 or multiple_of < 1:
+        return (None,) * len(totals)
+    fleet = Fleet(models, sync)
+    # One row for each total, one column for each device.
+    whole = np.array(totals, dtype=np.float64).reshape(-1, 1)
+    ladder, allowed = _choose_ladder(fleet, low, np.minimum(caps, whole), whole, multiple_of)
+    ladder, whole = ladder.rows(allowed), whole[allowed]
+    shares = _fill(fleet, ladder, whole) if len(whole) else whole
+    seconds = fleet.step_s(shares).max(axis=1) if len(whole) else whole
+    results = iter(zip(shares, seconds, strict=True))
+    return tuple(_optperf(fleet, caps, *next(results)) if fits else None for fits in allowed)
 
 
 def share_by_speed(
@@ -148,80 +132,120 @@ def share_by_speed(
     )
 
 
-def _narrow(in_time: Callable[[float], bool], slowest_s: float) -> tuple[float, float]:
-    """The last deadline that is too early and the first that is not, equal to the last bits.
+class _Ladder:
+    """The sizes that each device may take: from `first` to `last` in strides of `multiple_of`."""
 
-    Starts from twice the slowest step: the inverse may round down, and even the top rungs must fit.
+    def __init__(self, first: Samples, last: Samples, multiple_of: int) -> None:
+        self.first = first
+        self.last = last
+        self.stride = multiple_of
+
+    @classmethod
+    def between(cls, low: Samples, high: Samples, multiple_of: int, rest: Samples) -> _Ladder:
+        """All sizes within bounds that leave `rest` when divided by `multiple_of`."""
+        first = low + (rest - low) % multiple_of
+        return cls(np.broadcast_to(first, high.shape).copy(), high - (high - rest) % multiple_of, multiple_of)
+
+    def rows(self, chosen: NDArray[np.bool_]) -> _Ladder:
+        """The ladders of some of the totals only."""
+        return _Ladder(self.first[chosen], self.last[chosen], self.stride)
+
+    def below(self, samples: Samples) -> Samples:
+        """The highest rung of each device that is at most `samples`, and at least the first one."""
+        above: Samples = np.maximum(np.minimum(samples, self.last) - self.first, 0)
+        rungs: Samples = self.first + np.floor(above / self.stride) * self.stride
+        return rungs
+
+
+def _narrow(
+    in_time: Callable[[Seconds], NDArray[np.bool_]], slowest_s: Seconds, width_s: float = 0.0
+) -> tuple[Seconds, Seconds]:
+    """The last deadlines that are too early and the first that are not, at most `width_s` apart.
+
+    Zero means equal to the last bits. Starts from twice the slowest step: the inverse may round down, and even
+    the top rungs must fit.
     """
-    early_s, late_s = 0.0, 2 * slowest_s
+    early_s, late_s = np.zeros_like(slowest_s), 2 * slowest_s
     for _ in range(_HALVINGS):
+        if (late_s - early_s).max(initial=0.0) <= width_s:
+            break
         middle_s = (early_s + late_s) / 2
-        if in_time(middle_s):
-            late_s = middle_s
-        else:
-            early_s = middle_s
+        enough = in_time(middle_s)
+        early_s, late_s = np.where(enough, early_s, middle_s), np.where(enough, middle_s, late_s)
     return early_s, late_s
 
 
-def _choose_ladder(
-    fleet: _Fleet, low: _Samples, high: _Samples, total: int, multiple_of: int
-) -> _Ladder | None:
-    """Multiples for all devices but the one that should take the rest; None if no split is allowed."""
-    even, odd = (
-        _Ladder(low, high, multiple_of, 0),
-        _Ladder(low, high, multiple_of, total % multiple_of),
+def _fill(fleet: Fleet, ladder: _Ladder, whole: Samples) -> Samples:
+    """The shares of each total, by rungs of `ladder`."""
+
+    def done(deadline_s: Seconds) -> Samples:
+        return ladder.below(fleet.samples_within(deadline_s))
+
+    # So narrow that no device has two rungs in between: then one look at the next ones tells who gets them.
+    early_s, _ = _narrow(
+        lambda deadline_s: done(deadline_s).sum(axis=1, keepdims=True) >= whole,
+        fleet.step_s(ladder.last).max(axis=1, keepdims=True),
+        width_s=fleet.least_slope_s * ladder.stride / 2,
     )
+    shares = done(early_s)
+    place = np.empty(shares.shape[1], dtype=np.int64)
+    place[fleet.fastest_first()] = np.arange(shares.shape[1])
+    ties = np.broadcast_to(place, shares.shape)
+    while (left := (whole - shares.sum(axis=1, keepdims=True)) / ladder.stride).any():
+        open_ = shares < ladder.last
+        next_s = np.where(open_, fleet.step_s(shares + ladder.stride), np.inf)
+        queue = np.argsort(np.lexsort((ties, next_s), axis=1), axis=1)
+        shares = shares + ladder.stride * (open_ & (queue < left))
+    return shares
+
+
+def _choose_ladder(
+    fleet: Fleet, low: Samples, high: Samples, whole: Samples, multiple_of: int
+) -> tuple[_Ladder, NDArray[np.bool_]]:
+    """Multiples for all devices but the one that should take the rest; and which totals have a split at all."""
+    even = _Ladder.between(low, high, multiple_of, np.zeros_like(whole))
+    odd = _Ladder.between(low, high, multiple_of, whole % multiple_of)
     closed = even.first > even.last
-    fewest = even.first.sum() - even.first + odd.first
-    most = even.last.sum() - even.last + odd.last
-    others_open = np.count_nonzero(closed) - closed == 0
-    fits = others_open & (odd.first <= odd.last) & (fewest <= total) & (total <= most)
-    if not fits.any():
-        return None
-    if total % multiple_of == 0:
-        return even
+    fewest = even.first.sum(axis=1, keepdims=True) - even.first + odd.first
+    most = even.last.sum(axis=1, keepdims=True) - even.last + odd.last
+    others_open = np.count_nonzero(closed, axis=1, keepdims=True) - closed == 0
+    fits = others_open & (odd.first <= odd.last) & (fewest <= whole) & (whole <= most)
+    allowed = fits.any(axis=1)
+    if not (whole[allowed] % multiple_of).any():
+        return even, allowed
 
     # With this device off the multiples, nothing ends before the first rungs of all are done.
+    rows, devices = np.arange(len(whole)), low.size
     first_s = fleet.step_s(even.first)
-    others_s = np.full_like(first_s, first_s.max())
-    others_s[first_s.argmax()] = np.delete(first_s, first_s.argmax()).max(initial=0.0)
+    others_s = np.repeat(first_s.max(axis=1, keepdims=True), devices, axis=1)
+    second_s = np.partition(first_s, -2, axis=1)[:, -2] if devices > 1 else 0.0
+    others_s[rows, first_s.argmax(axis=1)] = second_s
     earliest_s = np.where(fits, np.maximum(others_s, fleet.step_s(odd.first)), np.inf)
 
-    def reach(deadline_s: float) -> _Samples:
+    def reach(deadline_s: Seconds) -> Samples:
         samples = fleet.samples_within(deadline_s)
         rungs = even.below(samples)
-        return np.where(earliest_s <= deadline_s, rungs.sum() - rungs + odd.below(samples), 0)
+        more = np.where(earliest_s <= deadline_s, odd.below(samples) - rungs, -np.inf)
+        done: Samples = more + rungs.sum(axis=1, keepdims=True)
+        return done
 
-    top_s = np.maximum(fleet.step_s(even.last), fleet.step_s(odd.last))
-    _, in_time_s = _narrow(lambda deadline_s: bool(reach(deadline_s).max() >= total), float(top_s.max()))
+    top_s = np.maximum(fleet.step_s(even.last), fleet.step_s(odd.last)).max(axis=1, keepdims=True)
+    _, in_time_s = _narrow(lambda deadline_s: reach(deadline_s).max(axis=1, keepdims=True) >= whole, top_s)
     by_speed = fleet.fastest_first()
-    absorber = by_speed[reach(in_time_s)[by_speed].argmax()]
-    even.first[absorber], even.last[absorber] = odd.first[absorber], odd.last[absorber]
-    return even
+    absorber = by_speed[reach(in_time_s)[:, by_speed].argmax(axis=1)]
+    even.first[rows, absorber] = odd.first[rows, absorber]
+    even.last[rows, absorber] = odd.last[rows, absorber]
+    return even, allowed
 
 
-def _hand_out(
-    models: Sequence[DeviceModel],
-    shares: list[int],
-    last: list[int],
-    total: int,
-    stride: int,
-) -> tuple[int, ...]:
-    """Raise `shares` rung by rung to `total`, always where the next rung is finished first."""
-    rungs = [
-        (model.step_s(share + stride), model, rank)
-        for rank, (model, share) in enumerate(zip(models, shares, strict=True))
-        if share < last[rank]
-    ]
-    heapq.heapify(rungs)
-    for _ in range((total - sum(shares)) // stride):
-        _, model, rank = rungs[0]
-        shares[rank] += stride
-        if shares[rank] < last[rank]:
-            heapq.heapreplace(rungs, (model.step_s(shares[rank] + stride), model, rank))
-        else:
-            heapq.heappop(rungs)
-    return tuple(shares)
+def _optperf(fleet: Fleet, caps: Samples, shares: Samples, seconds: float) -> OptPerf:
+    which, slope = fleet.binding(shares)
+    return OptPerf(
+        shares=tuple(shares.astype(np.int64).tolist()),
+        step_s=float(seconds),
+        bound=tuple("communication" if line else "compute" for line in which.tolist()),
+        marginal_s=tuple(np.where(shares < caps, slope, np.inf).tolist()),
+    )
 
 
 def _impossible(
