@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -196,17 +196,21 @@ class MicroBatches:
     def _check_model(self, share: Share) -> None:
         module = self._strategy.lightning_module
         assert module is not None
-        why = None
-        if not module.automatic_optimization:
-            why = "under manual optimization the step is the user's own code"
-        elif any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
-            why = "SyncBatchNorm takes its statistics over the whole batch"
-        if why is not None:
+        if (why := why_in_one_piece(module)) is not None:
             raise ConfigurationError(
                 f"a rank's share exceeds what fits into its memory at once: the batch of {share.whole} samples would "
                 f"run in up to {len(share.together)} micro-batches, and {why}. Lower global_batch_size, raise "
                 "max_micro_batch, or set max_samples so that no share exceeds it."
             )
+
+
+def why_in_one_piece(module: LightningModule) -> str | None:
+    """Why no batch of this model can be run in parts; None where it can."""
+    if not module.automatic_optimization:
+        return "under manual optimization the step is the user's own code"
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        return "SyncBatchNorm takes its statistics over the whole batch"
+    return None
 
 
 def _pieces(batch: Any, share: Share) -> list[Any]:

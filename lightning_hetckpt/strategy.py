@@ -27,8 +27,9 @@ from lightning_hetckpt import host, loaders, resume
 from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.gradient_norms import check_hook
 from lightning_hetckpt.balance.memory_meter import device_name
+from lightning_hetckpt.balance.options import BalanceOptions, Limit
 from lightning_hetckpt.balance.plan import BatchPlan
-from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
+from lightning_hetckpt.balancer import Balancer
 from lightning_hetckpt.callbacks import ensure_snapshots
 from lightning_hetckpt.channel import Channel, GroupChannel, SoloChannel
 from lightning_hetckpt.checkpoint import rng_state

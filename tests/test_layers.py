@@ -30,6 +30,7 @@ RINGS = {
     "balance.goodput": REASONING,
     "balance.lr_scaling": REASONING,
     "balance.memory": REASONING,
+    "balance.options": REASONING,
     "checkpoint.shard_plan": REASONING,
     "checkpoint.stripe_header": REASONING,
     "checkpoint.cadence": REASONING,
