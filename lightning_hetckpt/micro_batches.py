@@ -124,8 +124,13 @@ class MicroBatches:
         self._batches, self._arguments = [], ((), {})  # they hold memory of the device
         return last_backward(self._weighed(loss))
 
-    def out_of_memory(self, device: str) -> DeviceMemoryError:
-        """The error for a device that could not hold the part that ran."""
+    def out_of_memory(self, device: str, others_bytes: int | None) -> DeviceMemoryError:
+        """The error for a device that could not hold the part that ran.
+
+        Args:
+            device: its name.
+            others_bytes: what other processes hold of its memory, where known.
+        """
         share, rank = self._share, self._strategy.global_rank
         at_once = max(share.parts)
         pieces = (
@@ -142,6 +147,11 @@ class MicroBatches:
         return DeviceMemoryError(
             f"rank {rank} ({device}) ran out of memory: it ran {share.samples} of the batch's {share.whole} samples"
             f"{pieces}. {advice}."
+            + (
+                f" Other processes hold {others_bytes / 2**30:.1f} GiB of this device."
+                if others_bytes
+                else ""
+            )
         )
 
     def _weighed(self, loss: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ RINGS = {
     "balance.sampler": TORCH,
     "balance.lap": TORCH,
     "balance.parts": TORCH,
+    "balance.running_statistics": TORCH,
     "balance.memory_meter": TORCH,
     "weighing": TORCH,
     "balance.step_timer": TORCH,

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +81,36 @@ def _lay_out(root: Path, groups: str, files: dict[str, str]) -> None:
 def test_a_processor_is_named_with_its_host_and_has_no_other_owners() -> None:
     assert " in " in device_name(torch.device("cpu"))
     assert held_by_others(torch.device("cpu")) is None
+
+
+class Nvml(ModuleType):
+    """What `nvidia-ml-py` tells of a device on which three processes run, one of them this one."""
+
+    NVMLError = OSError
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__("pynvml")
+        self.broken = broken
+
+    def nvmlInit(self) -> None:  # noqa: N802 (its names)
+        if self.broken:
+            raise OSError("no driver")
+
+    nvmlShutdown = nvmlDeviceGetHandleByUUID = lambda self, *given: given  # noqa: N815
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[SimpleNamespace]:  # noqa: N802
+        assert handle == ("GPU-abc",)
+        sizes = {os.getpid(): 50 * MIB, 1: 30 * MIB, 2: None}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in sizes.items()]
+
+
+@pytest.mark.parametrize(("broken", "expected"), [(False, 30 * MIB), (True, None)])
+def test_what_other_processes_hold_is_told_without_our_own(
+    monkeypatch: pytest.MonkeyPatch, broken: bool, expected: int | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(broken))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    assert held_by_others(torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.gpu
