@@ -19,6 +19,7 @@ from lightning_hetckpt.balance.solver import (
 )
 from lightning_hetckpt.balance.sync_fit import SyncFit
 from lightning_hetckpt.balance.throughput import ThroughputModel, WindowStats
+from lightning_hetckpt.errors import PlanError
 
 # A new plan costs a little (allocator, kernel choice), so a gain below this is left alone.
 _LEAST_GAIN = 0.03
@@ -74,6 +75,21 @@ class Controller:
                 rank.observe(window)
         self._sync.observe([window for window in stats if window is not None])
         self._windows += 1
+
+    def limit(self, total: int, max_samples: Sequence[int | None]) -> bool:
+        """Keep further plans within these most samples of each rank; False, and no change, where `total` exceeds them.
+
+        Args:
+            total: samples of all ranks together.
+            max_samples: None for no limit.
+        """
+        low, _, multiple_of = self._bounds
+        try:
+            optimise([DeviceModel(1.0)] * len(self._ranks), total, low, max_samples, multiple_of)
+        except PlanError:
+            return False
+        self._bounds = (low, tuple(max_samples), multiple_of)
+        return True
 
     def decide(self, current: BatchPlan, start: StepKey) -> BatchPlan | None:
         """A better plan from `start` on, or None to keep `current`.

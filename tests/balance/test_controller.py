@@ -328,6 +328,16 @@ def test_a_first_plan_outside_the_bounds_is_led_inside() -> None:
     assert plan.shares[0] % 8 == 0
 
 
+def test_a_limit_holds_for_the_plans_from_then_on_unless_no_split_keeps_to_it() -> None:
+    controller = Controller(2, 64, [1, 1], [None, None])
+    controller.observe([WindowStats(32, 3.0, STEPS), WindowStats(32, 1.0, STEPS)])
+    assert not controller.limit(64, [20, 40])
+    assert controller.limit(64, [None, 36])
+    plan = controller.decide(BatchPlan((32, 32)), StepKey(0, 20))
+    assert plan is not None
+    assert plan.shares == (28, 36)
+
+
 def test_bounds_that_can_never_hold_are_an_error_at_once() -> None:
     with pytest.raises(PlanError, match="max_samples"):
         Controller(2, 64, [1, 1], [16, 16])
