@@ -39,6 +39,9 @@ OPTIONS = {
         "checksum": True,
         "direct": "auto",
         "snapshots": True,
+        "save": "full",
+        "full_every": 20,
+        "verify_unchanged": 10,
     },
     "AdaptiveBatch": {
         "max_global_batch_size": inspect.Parameter.empty,

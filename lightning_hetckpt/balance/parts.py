@@ -29,7 +29,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """`batch` in parts of `sizes` samples, in order, each built like the whole; tensors are views, not copies.
 
     Tensors are cut along dimension 0. Mappings, lists and tuples of tensors are cut inside; a list or tuple with
-    one entry per sample is cut itself, unless its entries are tensors that all have a row for each sample. None and
+    one entry per sample is cut itself, unless all tensors among its entries have a row for each sample. None and
     strings go into every part.
 
     Raises:
@@ -78,4 +78,6 @@ def _is_one_per_sample(value: Any, samples: int) -> bool:
     """Whether a sequence holds one entry per sample, and not tensors of which each has all samples."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != samples:
         return False
-    return not all(isinstance(inner, Tensor) and inner.dim() and len(inner) == samples for inner in value)
+    # A pair of inputs and targets is as long as a batch of two.
+    tensors = [inner for inner in value if isinstance(inner, Tensor)]
+    return not tensors or not all(inner.dim() and len(inner) == samples for inner in tensors)
