@@ -93,7 +93,7 @@ class Course:
     Args:
         over: by step, how much longer than the best split's the step of the split in force truly takes.
         replans: the steps at which a new plan was made.
-        look_s: real seconds of each look at the timings.
+        look_s: processor seconds of each look at the timings.
         shares: in the end.
     """
 
@@ -128,9 +128,10 @@ def simulate(
     known: dict[tuple[tuple[int, ...], tuple[float, ...]], float] = {}
     for step in range(steps):
         if step and step % look_every == 0:
-            began_s = time.perf_counter()
-            plan = policy.look(run.windows(), plans[-1], StepKey(0, step + prefetch))
-            course.look_s.append(time.perf_counter() - began_s)
+            stats = run.windows()
+            began_s = time.process_time()
+            plan = policy.look(stats, plans[-1], StepKey(0, step + prefetch))
+            course.look_s.append(time.process_time() - began_s)
             if plan is not None:
                 plans.append(plan)
                 course.replans.append(step)
@@ -147,9 +148,9 @@ def simulate(
 # ------------------------------------------------------------ clusters
 
 
-def device(sample_ms: float, fixed_ms: float = 8.0) -> DeviceModel:
-    """A device of which two thirds of the time are backward."""
-    return DeviceModel(sample_ms / 1e3, fixed_ms / 1e3, sample_ms / 1.5e3, fixed_ms / 2e3)
+def device(sample_ms: float, load_ms: float = 0.0) -> DeviceModel:
+    """A device of which about two thirds of the time are backward, plus what it waits for its input."""
+    return DeviceModel(sample_ms / 1e3, (8.0 + load_ms) / 1e3, sample_ms / 1.5e3, 4.0 / 1e3)
 
 
 # Six buckets, evenly ready from a quarter of the backward pass on.
@@ -157,10 +158,17 @@ READY = (0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
 
 
 def fleet(
-    kinds: Sequence[tuple[int, float]], samples: int, comm_s: float, noise: float = 0.03, **more: Any
+    kinds: Sequence[tuple[int, float] | tuple[int, float, float]],
+    samples: int,
+    comm_s: float,
+    noise: float = 0.03,
+    **more: Any,
 ) -> Cluster:
-    """So many devices of each kind, `(count, milliseconds per sample)`, and `samples` for each on average."""
-    devices = [device(sample_ms) for count, sample_ms in kinds for _ in range(count)]
+    """So many devices of each kind, `(count, milliseconds per sample)`, and `samples` for each on average.
+
+    A third number is the milliseconds that these wait for their input in each step.
+    """
+    devices = [device(*times_ms) for count, *times_ms in kinds for _ in range(count)]
     transfer_s = tuple([comm_s / len(READY)] * len(READY))
     return Cluster(tuple(devices), samples * len(devices), READY, transfer_s, noise, **more)
 
@@ -175,6 +183,9 @@ CLUSTERS: dict[str, Callable[[], Cluster]] = {
         [(4, 0.6), (4, 1.1), (8, 1.5)], 32, 0.03
     ),
     "the same 16, slow network": lambda: fleet([(4, 0.6), (4, 1.1), (8, 1.5)], 32, 0.09),
+    "the same 16, slow network, the A100 load for 25 ms": lambda: fleet(
+        [(4, 0.6, 25.0), (4, 1.1), (8, 1.5)], 32, 0.06
+    ),
     "the same 16, 10 % noise and stalls": lambda: fleet(
         [(4, 0.6), (4, 1.1), (8, 1.5)], 32, 0.03, noise=0.1, stalls=0.01
     ),
@@ -409,7 +420,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += found
         if options.plots:
             plot(name, courses, options.plots)
-    adaptive = {name: adapt(CLUSTERS[name](), 4.0 * CLUSTERS[name]().global_batch_size) for name in QUICK}
+    adaptive = {}
+    for name in QUICK if options.quick else (*QUICK, "the same 16, slow network"):
+        cluster = CLUSTERS[name]()
+        adaptive[name] = adapt(cluster, 4.0 * cluster.global_batch_size)
     speed = solver_speed(2 if options.quick else 9)
     print(tables(rows, adaptive, speed))
     result = {"clusters": rows, "adaptive": adaptive, "solver_ms": speed}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
@@ -17,58 +16,17 @@ from torch.utils.data import DataLoader
 from lightning_hetckpt import host, loaders
 from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.controller import Controller
+from lightning_hetckpt.balance.memory import MemoryLines
+from lightning_hetckpt.balance.memory_meter import MemoryMeter, device_name
+from lightning_hetckpt.balance.options import BalanceOptions
 from lightning_hetckpt.balance.parts import part_sizes
 from lightning_hetckpt.balance.plan import BatchPlan, PlanBook, StepKey
 from lightning_hetckpt.balance.sampler import PlannedBatchSampler
-from lightning_hetckpt.balance.solver import share_by_speed
 from lightning_hetckpt.balance.step_timer import StepTimer
 from lightning_hetckpt.channel import Channel
-from lightning_hetckpt.errors import ConfigurationError, LoaderError, PlanError
+from lightning_hetckpt.errors import LoaderError
+from lightning_hetckpt.micro_batches import why_in_one_piece
 from lightning_hetckpt.weighing import Share
-
-Limit = int | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class BalanceOptions:
-    """How the user wants the global batch shared out; `HeteroDDP` explains each.
-
-    Raises:
-        ConfigurationError: options that contradict each other.
-    """
-
-    global_batch_size: int | None
-    policy: Literal["live", "static", "even"]
-    shares: Sequence[float] | None
-    min_samples: Limit
-    max_samples: Limit | None
-    multiple_of: int
-    replan_every: int
-    max_micro_batch: Limit | Sequence[int | None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("live", "static", "even"):
-            raise ConfigurationError(
-                f'HeteroDDP(policy={self.policy!r}): expected "live", "static" or "even"'
-            )
-        if self.policy == "static" and self.shares is None:
-            raise ConfigurationError(
-                'HeteroDDP(policy="static") needs shares, for example shares=[6, 2] for two ranks'
-            )
-        if self.shares is not None and (not len(self.shares) or min(self.shares) <= 0):
-            raise ConfigurationError(f"HeteroDDP(shares={list(self.shares)}): every share must be above zero")
-        for name, value in (
-            ("global_batch_size", self.global_batch_size),
-            ("multiple_of", self.multiple_of),
-            ("replan_every", self.replan_every),
-        ):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"HeteroDDP({name}={value}): expected at least 1")
-        caps = self.max_micro_batch
-        if any(most is not None and most < 1 for most in (caps if isinstance(caps, Sequence) else [caps])):
-            raise ConfigurationError(
-                f"HeteroDDP(max_micro_batch={caps}): expected at least 1, or None for no limit"
-            )
 
 
 class Balancer:
@@ -102,8 +60,14 @@ class Balancer:
         self._controller: Controller | None = None
         self._samplers: list[PlannedBatchSampler] = []
         self._batches_seen = 0
-        # Of each rank, how many samples it can run at once.
-        self._caps: list[int | None] = per_rank(options.max_micro_batch, channel.size, "max_micro_batch")
+        self._caps = options.caps(channel.size)  # of each rank, how many samples it can run at once
+        self._bounds = options.bounds(channel.size)
+        self._device = device
+        self._devices: list[str] = []
+        self._memory = MemoryLines(channel.size)
+        self._meter = MemoryMeter(device, trainer.num_devices)
+        self._learnt: dict[str, Any] = {}  # as it goes into a checkpoint
+        self._input_bound: tuple[int, ...] = ()
         self.timer = StepTimer(device)
 
     # ------------------------------------------------------------ plans
@@ -143,7 +107,10 @@ class Balancer:
         shares = self._book.split(key, whole)
         samples = shares[self._channel.rank]
         self.timer.batch_started(samples, whole == self._book.global_batch_size(key.epoch))
-        return self._in_parts(shares, whole)
+        share = self._in_parts(shares, whole)
+        if self.is_live:
+            self._meter.batch_started(max(share.parts))
+        return share
 
     def _in_parts(self, shares: tuple[int, ...], whole: int) -> Share:
         """This rank's share, cut so that no micro-batch of any rank exceeds its memory."""
@@ -157,19 +124,64 @@ class Balancer:
         return Share(own, whole, parts[self._channel.rank], together, len(set(parts)) == 1)
 
     def _replan(self, book: PlanBook) -> None:
-        """Exchange timings; rank 0 decides, every rank notes the same plan from the same batch on."""
-        assert self._controller is not None
+        """Exchange measurements; rank 0 decides, every rank notes the same plan from the same batch on."""
+        controller = self._controller
+        assert controller is not None
         issued = max((sampler.issued for sampler in self._samplers), default=self._step_key())
-        gathered = self._channel.all_gather((self.timer.window(), issued))
-        furthest = max(key for _, key in gathered)
+        gathered = self._channel.all_gather((self.timer.window(), self._meter.window(), issued))
+        furthest = max(key for _, _, key in gathered)
         start = StepKey(furthest.epoch, furthest.batch + 1)
+        # All ranks learn the same, for each of them may have to write it down; but one decides.
+        controller.observe([stats for stats, _, _ in gathered])
+        self._memory.observe([stats for _, stats, _ in gathered])
         plan: BatchPlan | None = None
+        caps = self._memory_caps()
         if self._channel.rank == 0:
-            self._controller.observe([stats for stats, _ in gathered])
-            plan = self._controller.decide(book.latest, start)
-        plan = self._channel.broadcast(plan)
+            total, most = book.latest.global_batch_size, self._bounds[1]
+            # Where a batch does not fit in one piece anyway, shares go by speed and run in micro-batches.
+            if not controller.limit(total, _smaller(most, caps)):
+                controller.limit(total, most)
+            plan = controller.decide(book.latest, start)
+        plan, caps = self._channel.broadcast((plan, caps))
+        self._take_up_caps(caps)
+        self._note_learnt(controller)
         if plan is not None:
             self._take_up(book, plan)
+        if controller.input_bound() != self._input_bound:
+            self._input_bound = controller.input_bound()
+            _report_input_bound(self._input_bound, self._devices)
+
+    def _memory_caps(self) -> list[int | None]:
+        """The most samples that fit at once, of each rank for which the user says nothing."""
+        given = self._options.caps(self._channel.size)
+        return [cap if own is None else None for own, cap in zip(given, self._memory.caps(), strict=True)]
+
+    def _take_up_caps(self, caps: list[int | None]) -> None:
+        module = self._trainer.lightning_module
+        if why_in_one_piece(module) is None:  # else what was learnt here would end a run that may well go on
+            self._caps = _smaller(self._options.caps(self._channel.size), caps)
+
+    def _note_learnt(self, controller: Controller) -> None:
+        self._learnt = {"controller": controller.state_dict(), "memory": self._memory.state_dict()}
+
+    def _go_on_learning(self, controller: Controller) -> None:
+        """Take over what the saved run had learnt, if it ran on these devices."""
+        learnt = self._saved.get("learnt") if self._saved is not None else None
+        if learnt and self._are_same_devices():
+            controller.load_state_dict(learnt["controller"])
+            self._memory.load_state_dict(learnt["memory"])
+            rank_zero_info("hetckpt: the speeds of the saved run's devices go on, these are the same")
+        elif learnt:
+            rank_zero_info(
+                f"hetckpt: the saved run learnt on {', '.join(learnt['controller']['devices'])}; here are "
+                f"{', '.join(self._devices)}, so speeds are learnt anew"
+            )
+        self._note_learnt(controller)
+
+    def _are_same_devices(self) -> bool:
+        """Whether the saved run had these; a checkpoint that does not say so is believed to."""
+        learnt = (self._saved or {}).get("learnt")
+        return not learnt or learnt["controller"]["devices"] == self._devices
 
     def _take_up(self, book: PlanBook, plan: BatchPlan) -> None:
         book.add(plan)
@@ -185,7 +197,7 @@ class Balancer:
         epoch, _ = self._step_key()
         plan: BatchPlan | None = None
         if self._channel.rank == 0 and adaptive.is_due(epoch):
-            least, most = self._bounds()
+            least, most, multiple_of = self._bounds
             samples = min(sampler.samples for sampler in self._samplers)
             most_together = sum(samples if own is None else own for own in most)
             plan = adaptive.choose(
@@ -193,7 +205,7 @@ class Balancer:
                 epoch,
                 sum(least),
                 min(samples, most_together),
-                self._options.multiple_of,
+                multiple_of,
             )
         # The ranks' averages may differ in the last bit, and learning rates must not.
         plan, noise_scale = self._channel.broadcast((plan, adaptive.cautious_noise_scale))
@@ -209,37 +221,6 @@ class Balancer:
         if base is None or not self._samplers:
             return None
         return host.train_batches(self._trainer, [sampler.batches_of(base) for sampler in self._samplers])
-
-    def _first_plan(self, global_batch_size: int) -> BatchPlan:
-        world, options = self._channel.size, self._options
-        if global_batch_size < world:
-            raise PlanError(
-                f"the global batch of {global_batch_size} samples is smaller than the {world} ranks, and every rank "
-                f"needs one sample. Set HeteroDDP(global_batch_size={world}) or more, or use fewer devices."
-            )
-        bounds, shares = self._bounds(), options.shares
-        if shares is not None and len(shares) != world:
-            raise ConfigurationError(
-                f"HeteroDDP(shares={list(shares)}) names {len(shares)} ranks, but the job has {world}. "
-                "Give one share per rank, in the order of the global ranks."
-            )
-        if shares is not None and options.policy != "even":
-            exact = [int(share) for share in shares]
-            if sum(shares) != global_batch_size or exact != list(shares):
-                exact = list(share_by_speed(global_batch_size, shares, *bounds, options.multiple_of))
-            return BatchPlan(tuple(exact), reason="shares")
-        saved = (self._saved or {}).get("shares", [])
-        if options.policy == "live" and len(saved) == world and sum(saved) == global_batch_size:
-            return BatchPlan(tuple(saved), reason="as saved")  # most likely the same devices go on
-        even = share_by_speed(global_batch_size, [1.0] * world, *bounds, options.multiple_of)
-        return BatchPlan(even, reason="even")
-
-    def _bounds(self) -> tuple[list[Any], list[Any]]:
-        """Fewest and most samples of each rank."""
-        return (
-            per_rank(self._options.min_samples, self._channel.size, "min_samples"),
-            per_rank(self._options.max_samples, self._channel.size, "max_samples"),
-        )
 
     # ------------------------------------------------------------ loaders
 
@@ -260,20 +241,19 @@ class Balancer:
         wanted = self._wanted_batch(dataloader)
         self._agree_on_loader(len(order), wanted)
         if self._book is None:
-            least, most = self._bounds()
+            self._devices = self._channel.all_gather(device_name(self._device))
             self._wanted = wanted
             if self._adaptive is not None:
                 is_explicit = self._options.global_batch_size is not None
                 wanted = self._adaptive.begin_fit(wanted, self._saved is not None, is_explicit)
-            self._book = PlanBook(self._first_plan(wanted), least)
+            saved = (self._saved or {}).get("shares", []) if self._are_same_devices() else []
+            first = self._options.first_plan(self._channel.size, wanted, saved)
+            self._book = PlanBook(first, self._bounds[0])
             self._controller = Controller(
-                self._channel.size,
-                wanted,
-                least,
-                most,
-                self._options.multiple_of,
-                explore=self._adaptive is not None,
+                self._channel.size, wanted, *self._bounds, self._devices, explore=self._adaptive is not None
             )
+            if self.is_live:
+                self._go_on_learning(self._controller)
         elif wanted != self._wanted:
             raise LoaderError(
                 f"found train loaders with global batches of {self._wanted} and {wanted} samples; "
@@ -288,7 +268,7 @@ class Balancer:
             trained_batches=lambda: host.trained_batches(trainer),
         )
         self._samplers.append(sampler)
-        return loaders.with_batch_sampler(dataloader, sampler)
+        return loaders.with_batch_sampler(dataloader, sampler, lambda: {"learnt": self._learnt})
 
     def _wanted_batch(self, dataloader: DataLoader[Any]) -> int:
         saved = self._saved["global_batch_size"] if self._saved is not None else None
@@ -337,13 +317,20 @@ class Balancer:
         return StepKey(*host.epoch_and_batch(self._trainer))
 
 
-def per_rank(limit: Any, world: int, name: str) -> list[Any]:
-    """One limit for each rank, from one for all or one per rank."""
-    if limit is None or isinstance(limit, int):
-        return [limit] * world
-    if len(limit) != world:
-        raise ConfigurationError(
-            f"HeteroDDP({name}={list(limit)}) names {len(limit)} ranks, but the job has {world}; "
-            "give one number for all ranks or one per rank."
+def _smaller(first: list[int | None], second: list[int | None]) -> list[int | None]:
+    """The smaller limit of each rank, where there is one."""
+    return [
+        min((limit for limit in pair if limit is not None), default=None)
+        for pair in zip(first, second, strict=True)
+    ]
+
+
+def _report_input_bound(ranks: tuple[int, ...], devices: list[str]) -> None:
+    if ranks:
+        named = ", ".join(f"rank {rank} ({devices[rank]})" for rank in ranks)
+        rank_zero_warn(
+            f"hetckpt: {named} waits for its input in a good part of its steps, so its device is not what holds it up. "
+            "Raise num_workers, or move work out of the dataset there; a smaller share is no cure."
         )
-    return list(limit)
+    else:
+        rank_zero_info("hetckpt: no rank waits for its input any more")

@@ -535,20 +535,20 @@ class LoggedParts:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._sums: dict[str, tuple[Any, int]] = {}  # of weighed values, and of the weights
+        self._sums: dict[str, tuple[Any, Any]] = {}  # of weighed values, and of the weights
 
-    def note(self, samples: int, together: int) -> None:
-        """A part has run, with so many samples of this rank and of all ranks."""
+    def note(self, own: Any, together: Any) -> None:
+        """A part has run, whose mean counts so much on this rank and over all ranks."""
         for key, metric in self._step_means():
-            weight = together if metric.meta.sync.should else samples
-            total, weights = self._sums.get(key, (0.0, 0))
+            weight = together if metric.meta.sync.should else own
+            total, weights = self._sums.get(key, (0.0, 0.0))
             self._sums[key] = total + metric._forward_cache * weight, weights + weight
 
     def merge(self) -> None:
         """The last part has run: put the means of all parts into place."""
         for key, metric in self._step_means():
-            total, weights = self._sums.get(key, (0.0, 0))
-            if weights:
+            total, weights = self._sums.get(key, (0.0, 0.0))
+            if weights:  # a rank that only repeats a sample keeps what it logged last
                 metric._forward_cache = total / weights
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache

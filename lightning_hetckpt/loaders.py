@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -96,17 +97,22 @@ def global_order(loader: DataLoader[Any]) -> GlobalOrder:
     )
 
 
-def with_batch_sampler(loader: DataLoader[Any], sampler: PlannedBatchSampler) -> DataLoader[Any]:
+def with_batch_sampler(
+    loader: DataLoader[Any], sampler: PlannedBatchSampler, beside: Callable[[], dict[str, Any]]
+) -> DataLoader[Any]:
     """A copy of `loader` that draws from `sampler` and, for Lightning, has the state of `sampler`.
 
     Keeps the subclass, workers and collate function, and leaves the user's own object as it was.
+
+    Args:
+        beside: gives what else is saved with that state; loading leaves it alone.
     """
     loader = copy(loader)
     # A DataLoader refuses normal assignment once it is built.
     for name in ("batch_sampler", "sampler"):
         object.__setattr__(loader, name, sampler)
     # Lightning saves and restores every loader that has these two.
-    object.__setattr__(loader, "state_dict", sampler.state_dict)
+    object.__setattr__(loader, "state_dict", lambda: {**sampler.state_dict(), **beside()})
     object.__setattr__(loader, "load_state_dict", sampler.load_state_dict)
     return loader
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,7 +47,7 @@ class MicroBatches:
         self._forward = forward
         self._forward_alone = forward_alone
         self._batches: list[Any] = []
-        self._weights: list[Weight] = [Weight(1.0, 1.0)]
+        self._weights: list[Weight] = [Weight(1.0, 1.0, 1.0)]
         self._share = Share(1, 1, (1,), (1,), is_even=True)
         self._model_fits = False
         self._at = 0  # the part that runs
@@ -124,8 +124,13 @@ class MicroBatches:
         self._batches, self._arguments = [], ((), {})  # they hold memory of the device
         return last_backward(self._weighed(loss))
 
-    def out_of_memory(self, device: str) -> DeviceMemoryError:
-        """The error for a device that could not hold the part that ran."""
+    def out_of_memory(self, device: str, others_bytes: int | None) -> DeviceMemoryError:
+        """The error for a device that could not hold the part that ran.
+
+        Args:
+            device: its name.
+            others_bytes: what other processes hold of its memory, where known.
+        """
         share, rank = self._share, self._strategy.global_rank
         at_once = max(share.parts)
         pieces = (
@@ -142,6 +147,11 @@ class MicroBatches:
         return DeviceMemoryError(
             f"rank {rank} ({device}) ran out of memory: it ran {share.samples} of the batch's {share.whole} samples"
             f"{pieces}. {advice}."
+            + (
+                f" Other processes hold {others_bytes / 2**30:.1f} GiB of this device."
+                if others_bytes
+                else ""
+            )
         )
 
     def _weighed(self, loss: Tensor) -> Tensor:
@@ -180,33 +190,37 @@ class MicroBatches:
         if self.exchanged and own < len(self._share.together):
             samples = max(self._share.parts[-1], 1)
             one = cut(self._batches[-1], (1, samples - 1) if samples > 1 else (1,))[0]
-            kept, self._weights[-1] = self._weights[-1], Weight(0.0, 0.0)
             host.count_logged_samples(module.trainer, 0)
-            for together in self._share.together[own:]:
+            for at in range(own, len(self._share.together)):
+                self._at = at
                 with host.as_training_step(module):
                     self._forward_alone(one, *args, **kwargs)
-                logged.note(0, together)
-            self._weights[-1] = kept
+                self._note_logged()
+            self._at = own - 1
         logged.merge()
 
     def _note_logged(self) -> None:
         assert self._logged is not None
-        self._logged.note(self._share.parts[self._at], self._share.together[self._at])
+        self._logged.note(self.weight.own, self.weight.together)
 
     def _check_model(self, share: Share) -> None:
         module = self._strategy.lightning_module
         assert module is not None
-        why = None
-        if not module.automatic_optimization:
-            why = "under manual optimization the step is the user's own code"
-        elif any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
-            why = "SyncBatchNorm takes its statistics over the whole batch"
-        if why is not None:
+        if (why := why_in_one_piece(module)) is not None:
             raise ConfigurationError(
                 f"a rank's share exceeds what fits into its memory at once: the batch of {share.whole} samples would "
                 f"run in up to {len(share.together)} micro-batches, and {why}. Lower global_batch_size, raise "
                 "max_micro_batch, or set max_samples so that no share exceeds it."
             )
+
+
+def why_in_one_piece(module: LightningModule) -> str | None:
+    """Why no batch of this model can be run in parts; None where it can."""
+    if not module.automatic_optimization:
+        return "under manual optimization the step is the user's own code"
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        return "SyncBatchNorm takes its statistics over the whole batch"
+    return None
 
 
 def _pieces(batch: Any, share: Share) -> list[Any]:

@@ -26,9 +26,11 @@ from typing_extensions import override
 from lightning_hetckpt import host, loaders, resume
 from lightning_hetckpt.adaptive_batch import AdaptiveBatch
 from lightning_hetckpt.balance.gradient_norms import check_hook
-from lightning_hetckpt.balance.memory_meter import device_name
+from lightning_hetckpt.balance.memory_meter import device_name, held_by_others
+from lightning_hetckpt.balance.options import BalanceOptions, Limit
 from lightning_hetckpt.balance.plan import BatchPlan
-from lightning_hetckpt.balancer import BalanceOptions, Balancer, Limit
+from lightning_hetckpt.balance.running_statistics import RunningStatistics
+from lightning_hetckpt.balancer import Balancer
 from lightning_hetckpt.callbacks import ensure_snapshots
 from lightning_hetckpt.channel import Channel, GroupChannel, SoloChannel
 from lightning_hetckpt.checkpoint import rng_state
@@ -105,6 +107,7 @@ class HeteroDDP(DDPStrategy):
             _check_adaptive(policy, loss_reduction, weight_by)
         self.adaptive_batch = adaptive_batch
         self._parts = self._new_parts()
+        self._statistics: RunningStatistics | None = None
         self._balancer: Balancer | None = None  # of the present fit, or of the last one
         self._channel: Channel = SoloChannel()
         self._agreed: dict[str, str] = {}  # this rank's path of the last snapshot -> rank 0's
@@ -194,6 +197,15 @@ class HeteroDDP(DDPStrategy):
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and module is not None and not module.automatic_optimization:
             self._watch_bare_backward()
+        self._statistics = None
+        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1 and self._syncs_buffers():
+            assert module is not None
+            self._statistics = RunningStatistics(module, dist.all_reduce)
+            self._hooks.extend(self._statistics.watch())
+
+    def _syncs_buffers(self) -> bool:
+        """Whether DDP was asked, as it is by default, to keep buffers alike."""
+        return bool(self._ddp_kwargs.get("broadcast_buffers", True))
 
     def _watch_bare_backward(self) -> None:
         if self.world_size == 1 or self.options.policy == "even":
@@ -256,6 +268,8 @@ class HeteroDDP(DDPStrategy):
         share = self._balancer.begin_batch() if self._balancer is not None else None
         if share is not None:
             self._parts.begin(self._trainer(), share, batch)
+            if self._statistics:
+                self._statistics.begin()
             if self.adaptive_batch is not None:
                 # What the loss is multiplied by in all; Lightning divides it by the batches of an optimizer step.
                 weight = (
@@ -311,6 +325,8 @@ class HeteroDDP(DDPStrategy):
                 loss = self._parts.backward(closure_loss, optimizer, reduced_backward)
         finally:
             self._in_backward = False
+        if self._statistics:
+            self._statistics.merge(self._parts.share.samples > 0)
         if self.adaptive_batch is not None:
             self.adaptive_batch.backward_ended(self.world_size, self._loss_scale())
         return loss
@@ -345,7 +361,7 @@ class HeteroDDP(DDPStrategy):
             HetckptError: inside `training_step` the ranks pass tensors of different shapes.
         """
         with self.waiting():
-            if self._in_training_step and group is None:
+            if self._in_training_step and group in (None, dist.group.WORLD):
                 self._parts.exchanged = True
                 self._check_gather(tensor, sync_grads)
             return super().all_gather(tensor, group, sync_grads)
@@ -371,7 +387,8 @@ class HeteroDDP(DDPStrategy):
         try:
             yield
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-            raise self._parts.out_of_memory(device_name(self.root_device)) from error
+            device = self.root_device
+            raise self._parts.out_of_memory(device_name(device), held_by_others(device)) from error
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around what is no work of this rank, in the middle of a step.

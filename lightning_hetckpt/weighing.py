@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,7 +34,13 @@ class Weight:
     loss: (
         float | Tensor
     )  # factor of its loss; over all parts of all ranks the products sum to the whole batch's loss
-    logged: float | Tensor  # factor of a mean that all ranks log in this micro-batch
+    own: float | Tensor  # what it counts: samples, or what the user counts
+    together: float | Tensor  # what it counts with the same micro-batch of all other ranks; above zero
+
+    @property
+    def logged(self) -> float | Tensor:
+        """Factor of a mean that all ranks log in this micro-batch."""
+        return self.own / self.together
 
 
 class Weighing:
@@ -62,16 +69,16 @@ class Weighing:
         self._weight_by = weight_by
 
     def weights(self, share: Share, batches: Sequence[Any], device: torch.device) -> list[Weight]:
-        """The weight of each of this rank's micro-batches.
+        """The weights of micro-batch 0, 1, ..., as many as any rank has; where this rank has none they are zero.
 
-        With `weight_by` all ranks must call this together: they exchange one number each, or one per micro-batch.
+        With `weight_by` all ranks must call this together: they exchange one number for each micro-batch.
         """
         if self._weight_by is not None:
             return self._agreed(self._weight_by, share, batches, device)
         return [
             # A rank that only repeats a sample counts for nothing.
-            Weight(float(samples > 0) if self._is_sum else samples / share.whole, samples / together)
-            for samples, together in zip(share.parts, share.together, strict=False)
+            Weight(float(samples > 0) if self._is_sum else samples / share.whole, samples, together)
+            for samples, together in zip_longest(share.parts, share.together, fillvalue=0)
         ]
 
     def _agreed(
@@ -91,4 +98,4 @@ class Weighing:
         # Nothing to learn from in the whole batch: no gradient, and no division by zero either.
         least = torch.finfo(torch.float64).tiny
         whole, apart = together.sum().clamp_min(least), together.clamp_min(least)
-        return [Weight(own[part] / whole, own[part] / apart[part]) for part in range(len(batches))]
+        return [Weight(mine / whole, mine, all_ranks) for mine, all_ranks in zip(own, apart, strict=True)]

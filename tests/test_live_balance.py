@@ -103,8 +103,9 @@ def test_a_device_that_changes_its_speed_is_followed(run_ranks: Ranks, tmp_path:
     assert step_s(shares[-1], after_s) <= 1.1 * best_s(after_s)
 
 
-def test_a_resumed_run_keeps_the_split_it_had_learnt(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_split_and_all_it_had_learnt(run_ranks: Ranks, tmp_path: Path) -> None:
     learnt = run_ranks(fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY, None, group=False)[0]
+    saved = learnt_in(tmp_path / "x.ckpt")
 
     again = run_ranks(
         fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY + 1, str(tmp_path / "x.ckpt"), group=False
@@ -112,6 +113,30 @@ def test_a_resumed_run_keeps_the_split_it_had_learnt(run_ranks: Ranks, tmp_path:
 
     assert learnt != (24, 24)
     assert again == [learnt, learnt]
+    assert len(saved["controller"]["devices"]) == len(saved["memory"]) == 2
+    assert (
+        learnt_in(tmp_path / "x.ckpt") == saved
+    )  # it went on from there, and one step has taught nothing yet
+
+
+def test_what_was_learnt_on_other_devices_is_left(run_ranks: Ranks, tmp_path: Path) -> None:
+    run_ranks(fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY, None, group=False)
+    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    saved = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["learnt"]
+    saved["controller"]["devices"][1] = "a device of yesterday"
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+
+    again = run_ranks(
+        fit_and_save, 2, str(tmp_path), 3 * REPLAN_EVERY + 1, str(tmp_path / "x.ckpt"), group=False
+    )
+
+    assert again == [(24, 24), (24, 24)]
+    assert "a device of yesterday" not in learnt_in(tmp_path / "x.ckpt")["controller"]["devices"]
+
+
+def learnt_in(path: Path) -> Any:
+    states = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    return states[0]["learnt"]
 
 
 def fit_and_save(rank: int, root: str, steps: int, ckpt_path: str | None) -> Any:

@@ -23,8 +23,6 @@ from lightning_hetckpt.errors import PlanError
 
 # A new plan costs a little (allocator, kernel choice), so a gain below this is left alone.
 _LEAST_GAIN = 0.03
-# No share grows beyond the largest batch that the device was timed at by more than this factor.
-_REACH = 2
 # A probe waits until a plan has had this many windows to show what it is worth.
 _WINDOWS_BEFORE_PROBE = 2
 _STATE_VERSION = 2
@@ -60,9 +58,7 @@ class Controller:
         devices: Sequence[str] = (),
         explore: bool = False,
     ) -> None:
-        self._min_samples = tuple(min_samples)
-        self._max_samples = tuple(max_samples)
-        self._multiple_of = multiple_of
+        self._bounds = (tuple(min_samples), tuple(max_samples), multiple_of)
         self._devices = list(devices)
         self._explore = explore
         self._ranks = [ThroughputModel() for _ in range(world_size)]
@@ -70,7 +66,7 @@ class Controller:
         self._probed = False
         self._windows = 0  # since the latest plan was made
         # Bounds that can never hold are an error here, on every rank, and not at the first new plan.
-        optimise([DeviceModel(1.0)] * world_size, global_batch_size, min_samples, max_samples, multiple_of)
+        optimise([DeviceModel(1.0)] * world_size, global_batch_size, *self._bounds)
 
     def observe(self, stats: Sequence[WindowStats | None]) -> None:
         """Learn from one window of each rank, in the order of the ranks; None where one has nothing to tell."""
@@ -79,6 +75,21 @@ class Controller:
                 rank.observe(window)
         self._sync.observe([window for window in stats if window is not None])
         self._windows += 1
+
+    def limit(self, total: int, max_samples: Sequence[int | None]) -> bool:
+        """Keep further plans within these most samples of each rank; False, and no change, where `total` exceeds them.
+
+        Args:
+            total: samples of all ranks together.
+            max_samples: None for no limit.
+        """
+        low, _, multiple_of = self._bounds
+        try:
+            optimise([DeviceModel(1.0)] * len(self._ranks), total, low, max_samples, multiple_of)
+        except PlanError:
+            return False
+        self._bounds = (low, tuple(max_samples), multiple_of)
+        return True
 
     def decide(self, current: BatchPlan, start: StepKey) -> BatchPlan | None:
         """A better plan from `start` on, or None to keep `current`.
@@ -93,19 +104,27 @@ class Controller:
         sync = self._sync_model()
         own_s = device_s(models, current.shares, sync)
         now_s = max(own_s)
-        best = self._best(models, current.shares, sync)
-        gain = 1 - best.step_s / now_s
+        # What the way on may gain counts, for its first step alone can be too small to be worth a plan.
+        aim = optimise(models, sum(current.shares), *self._bounds, sync)
+        gain = 1 - aim.step_s / now_s
         errors_s = [rank.error_s(share) for rank, share in zip(self._ranks, current.shares, strict=True)]
-        if gain > _LEAST_GAIN and stands_out([seconds - best.step_s for seconds in own_s], errors_s):
+        if gain > _LEAST_GAIN and stands_out([seconds - aim.step_s for seconds in own_s], errors_s):
+            best = self._reachable(models, current.shares, sync) or aim
+            if best.step_s < now_s:
+                reason = f"{1 - best.step_s / now_s:.0%} faster than {now_s:.3g} s"
+            elif best.step_s == now_s and self._leads_on(current.shares, best.shares):
+                reason = f"on the way to {gain:.0%} faster than {now_s:.3g} s"
+            else:
+                return None
             self._windows = 0
-            return BatchPlan(best.shares, start, f"{gain:.0%} faster than {now_s:.3g} s", best.step_s)
+            return BatchPlan(best.shares, start, reason, best.step_s)
         return self._probe(models, current, start, errors_s)
 
     def predict(self, total: int) -> OptPerf | None:
         """The best split of another global batch and its step time; None where that cannot be told.
 
-        That is while a rank was never timed, outside the bounds, and where a rank would get more than twice of
-        what it was ever timed at.
+        That is while a rank was never timed, outside the bounds, and where a rank would get far more
+        samples than it was ever timed at.
         """
         return self.predict_over([total])[0]
 
@@ -115,7 +134,8 @@ class Controller:
         if models is None:
             return (None,) * len(totals)
         reach = self._within_reach([0] * len(models))
-        return optperf_over(models, totals, self._min_samples, reach, self._multiple_of, self._sync_model())
+        low, _, multiple_of = self._bounds
+        return optperf_over(models, totals, low, reach, multiple_of, self._sync_model())
 
     def input_bound(self) -> tuple[int, ...]:
         """The ranks that wait for their input much of the time; a smaller share is no cure for that."""
@@ -149,27 +169,29 @@ class Controller:
         """The all-reduce, as soon as the backward passes that it hides behind are all known."""
         return self._sync.model() if all(rank.knows_backward for rank in self._ranks) else None
 
-    def _best(self, models: Sequence[DeviceModel], shares: Sequence[int], sync: SyncModel | None) -> OptPerf:
-        """The best split in which no rank grows far beyond what it was timed at."""
-        total = sum(shares)
-        try:
-            return optimise(
-                models, total, self._min_samples, self._within_reach(shares), self._multiple_of, sync
-            )
-        except PlanError:
-            # A first plan of the user's own may lie outside the bounds; then the way in may be far.
-            return optimise(models, total, self._min_samples, self._max_samples, self._multiple_of, sync)
+    def _reachable(
+        self, models: Sequence[DeviceModel], shares: Sequence[int], sync: SyncModel | None
+    ) -> OptPerf | None:
+        """The best split in which no rank grows far beyond what it was timed at; None where there is none.
+
+        A first plan of the user's own may lie outside the bounds; then the way in may be far.
+        """
+        low, _, multiple_of = self._bounds
+        (best,) = optperf_over(models, [sum(shares)], low, self._within_reach(shares), multiple_of, sync)
+        return best
 
     def _within_reach(self, shares: Sequence[int]) -> list[int | None]:
         """The most samples of each rank for which its line can be trusted, and no fewer than it has now."""
         # Only growth is held back: with fewer samples a device surely takes no longer than it does now.
-        reach = [
-            max(share, rank.most_timed * _REACH) for rank, share in zip(self._ranks, shares, strict=True)
-        ]
+        reach = [max(share, rank.reach) for rank, share in zip(self._ranks, shares, strict=True)]
         return [
-            far if most is None else min(far, most)
-            for far, most in zip(reach, self._max_samples, strict=True)
+            far if most is None else min(far, most) for far, most in zip(reach, self._bounds[1], strict=True)
         ]
+
+    def _leads_on(self, shares: Sequence[int], then: Sequence[int]) -> bool:
+        """Whether a rank would get more than it ever had, after which it may get more again."""
+        limits = [max(share, rank.most_timed) for share, rank in zip(shares, self._ranks, strict=True)]
+        return any(share > limit for share, limit in zip(then, limits, strict=True))
 
     def _probe(
         self, models: Sequence[DeviceModel], current: BatchPlan, start: StepKey, errors_s: Sequence[float]
@@ -182,7 +204,7 @@ class Controller:
             self._ranks,
             models,
             current.shares,
-            (self._min_samples, self._max_samples, self._multiple_of),
+            self._bounds,
             sync,
             errors_s,
             self._explore,

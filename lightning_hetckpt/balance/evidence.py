@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 # A normal value is beyond this many standard deviations once in a thousand looks.
-_RARE = 3.1
+_RARE = 3.4
 
 
 def stands_out(excess_s: Sequence[float], errors_s: Sequence[float]) -> bool:
@@ -26,9 +26,9 @@ def stands_out(excess_s: Sequence[float], errors_s: Sequence[float]) -> bool:
 
 
 def _one_stands_out(excess_s: Sequence[float], errors_s: Sequence[float]) -> bool:
-    """The slowest of W equal ranks stands out by about sqrt(2 ln W) deviations; one and a half more are rare."""
+    """The slowest of W equal ranks stands out by about sqrt(2 ln W) deviations; almost two more are rare."""
     typical = math.sqrt(sum(error**2 for error in errors_s) / len(errors_s))
-    return max(excess_s) > typical * (1.5 + math.sqrt(2 * math.log(len(errors_s))))
+    return max(excess_s) > typical * (1.8 + math.sqrt(2 * math.log(len(errors_s))))
 
 
 def _many_stand_out(excess_s: Sequence[float], errors_s: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,36 @@ class MemoryStats:
     samples: int  # at once
     peak_bytes: int  # most that was allocated
     limit_bytes: int  # that this rank may hold: what is free and what it has already
+
+
+class MemoryLines:
+    """What is known about the memory of every rank.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._lines = [MemoryLine() for _ in range(world_size)]
+
+    def observe(self, stats: Sequence[MemoryStats | None]) -> None:
+        """Learn from one window of each rank, in the order of the ranks; None where one has nothing to tell."""
+        for line, seen in zip(self._lines, stats, strict=True):
+            if seen is not None:
+                line.observe(seen)
+
+    def caps(self) -> list[int | None]:
+        """The most samples that each rank can run at once; None where nothing is known."""
+        return [line.cap() for line in self._lines]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was learnt, as plain JSON data."""
+        return [line.state_dict() for line in self._lines]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Go on from what `state_dict` gave."""
+        for line, saved in zip(self._lines, state, strict=True):
+            line.load_state_dict(saved)
 
 
 class MemoryLine:

@@ -11,8 +11,6 @@ from lightning_hetckpt.errors import PlanError
 
 # Nothing below this gain is worth looking for.
 _LEAST_GAIN = 0.03
-# A line is a guess while its fixed part is in doubt by this share of the step.
-_GUESS = 0.25
 # What the fixed part may well be is this many standard deviations more than it seems.
 _HOPE = 2.0
 # No share moves by more than this part of itself: enough to tell a slope, and cheap should it not pay.
@@ -42,7 +40,7 @@ def probe_shares(
         errors_s: one standard deviation of each device's seconds.
         explore: whether any line that is a guess is a reason to probe.
     """
-    guessed = [rank.shape_error(share) > _GUESS for rank, share in zip(ranks, shares, strict=True)]
+    guessed = [rank.is_guess for rank in ranks]
     own_s = [model.step_s(share) for model, share in zip(models, shares, strict=True)]
     hopeful = [
         rank.turned(share, _HOPE) if guess and seconds < max(own_s) else model

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from lightning_hetckpt.balance.solver import SyncModel
 from lightning_hetckpt.balance.throughput import WindowStats
 
+# Relative error of a step's overlap point, at least, and where no spread was measured.
+_LEAST_ERROR, _STEP_ERROR = 0.01, 0.1
 # The overlap point belongs to the model and its buckets, not to the devices: it hardly wanders.
 _WANDER = 0.01
 # A transfer that seems to take longer is believed by this part a window only, for it was most likely waiting.
@@ -63,7 +66,8 @@ def _overlaps(windows: Iterable[WindowStats]) -> Iterable[tuple[float, float]]:
         if window.backward_s and window.first_bucket_s is not None:
             overlap = window.first_bucket_s / window.backward_s
             if 0 < overlap <= 1:
-                yield overlap, (overlap * window.relative_error) ** 2
+                spread = window.spread_s / window.compute_s if window.spread_s is not None else _STEP_ERROR
+                yield overlap, overlap**2 * (spread**2 + _LEAST_ERROR**2) / window.count
 
 
 def _combined(values: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
@@ -77,7 +81,7 @@ def _combined(values: Iterable[tuple[float, float]]) -> tuple[float, float] | No
 
 def _lower(known_s: float | None, seen_s: Iterable[float]) -> float | None:
     """The smallest of the seconds seen, but only a part of a rise above those known."""
-    smallest_s = min((seconds for seconds in seen_s if seconds >= 0), default=None)
+    smallest_s = min((seconds for seconds in seen_s if 0 <= seconds < math.inf), default=None)
     if smallest_s is None or known_s is None:
         return known_s if smallest_s is None else smallest_s
     return smallest_s if smallest_s <= known_s else known_s + _RISE * (smallest_s - known_s)

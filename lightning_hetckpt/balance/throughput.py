@@ -11,10 +11,17 @@ from lightning_hetckpt.balance.solver import DeviceModel
 
 # Relative error of a single step where its spread was not measured.
 _STEP_ERROR = 0.1
+# From window to window this part of what is known about the spread is kept.
+_REMEMBER = 0.8
+# A spread seen over n steps only is taken to be larger, its square by this over n.
+_DISTRUST = 4.0
 # No median is trusted further than this: times are a staircase in the batch size, not a line.
 _LEAST_ERROR = 0.01
 # A device that waits for its input for more than this share of its time is not the one that sets the pace.
 _INPUT_BOUND = 0.3
+# A line is trusted up to the largest batch that was timed times the first while its shape is a guess, which it is
+# while its fixed part is in doubt by more than this share of a step, and times the second from then on.
+_REACH, _FAR_REACH, _GUESS = 2, 3, 0.25
 # Whatever the doubt, no more of a step than this is taken to be fixed.
 _MOST_FIXED = 0.95
 # Weight of the newest window in the share of time spent on input.
@@ -49,12 +56,25 @@ class WindowStats:
         """Whether the numbers can be true."""
         return self.samples >= 1 and self.count >= 1 and 0 < self.compute_s < math.inf
 
-    @property
-    def relative_error(self) -> float:
-        """One standard deviation of the window's medians, as a share of them."""
-        step = _STEP_ERROR if self.spread_s is None else self.spread_s / self.compute_s
+
+class _Noise:
+    """How much the steps of one device scatter around their median, over its last windows together.
+
+    A few steps alone often look much quieter than they are, and what then is believed too much stays.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0.0
+        self._squares = 0.0
+
+    def median_error(self, window: WindowStats) -> float:
+        """One standard deviation of this window's medians, as a share of them."""
+        spread = _STEP_ERROR if window.spread_s is None else window.spread_s / window.compute_s
+        self._steps = window.count + _REMEMBER * self._steps
+        self._squares = window.count * spread**2 + _REMEMBER * self._squares
+        step = math.sqrt(self._squares / self._steps * (1 + _DISTRUST / self._steps))
         # The median of n normal values spreads sqrt(pi / 2n) times as wide as one of them.
-        return math.hypot(step * math.sqrt(math.pi / 2 / self.count), _LEAST_ERROR)
+        return math.hypot(step * math.sqrt(math.pi / 2 / window.count), _LEAST_ERROR)
 
 
 class ThroughputModel:
@@ -63,6 +83,7 @@ class ThroughputModel:
     def __init__(self) -> None:
         self._whole = LineFit()
         self._backward = LineFit()
+        self._noise = _Noise()
         self._input_share = 0.0
 
     @property
@@ -84,7 +105,7 @@ class ThroughputModel:
         """Learn from one more window; one that cannot be true is left out."""
         if not window.is_sound:
             return
-        error = window.relative_error
+        error = self._noise.median_error(window)
         self._whole.observe(window.samples, window.compute_s, error * window.compute_s)
         if window.backward_s is not None and 0 < window.backward_s <= window.compute_s:
             self._backward.observe(window.samples, window.backward_s, error * window.backward_s)
@@ -121,9 +142,15 @@ class ThroughputModel:
         """The same as a share of them."""
         return self.error_s(samples) / self._whole.at(samples)
 
-    def shape_error(self, samples: int) -> float:
-        """One standard deviation of the fixed part, as a share of the seconds predicted for `samples`."""
-        return self._whole.fixed_error_s / self._whole.at(samples)
+    @property
+    def is_guess(self) -> bool:
+        """Whether the seconds at other batch sizes are anybody's guess."""
+        return self._whole.fixed_error_s > _GUESS * self._whole.at(self.most_timed)
+
+    @property
+    def reach(self) -> int:
+        """The largest batch up to which the line can be trusted."""
+        return self.most_timed * (_REACH if self.is_guess else _FAR_REACH)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain JSON data."""

@@ -156,9 +156,50 @@ def test_many_windows_at_one_size_leave_the_line_sound() -> None:
     assert line.step_s(20) == pytest.approx(TRUE.step_s(20), rel=0.1)
 
 
+def with_backward(samples: int) -> WindowStats:
+    """A device of which the backward pass is 60 % of each sample and half of the fixed part."""
+    step_s = TRUE.step_s(samples)
+    return WindowStats(samples, step_s, 20, QUIET_S, 0.05 + 0.006 * samples)
+
+
+def test_the_backward_pass_is_a_line_of_its_own_within_the_whole() -> None:
+    line = taught([with_backward(size) for size in (20, 40) * 6]).line()
+    assert line is not None
+    for size in (20, 30, 40):
+        assert line.step_s(size) == pytest.approx(TRUE.step_s(size), rel=0.02)
+        assert line.backward_s(size) == pytest.approx(0.05 + 0.006 * size, rel=0.02)
+    assert not taught([quiet_window(TRUE, 20)]).knows_backward
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.floats(1e-3, 10), st.floats(0.01, 1)), min_size=1, max_size=10)
+)
+def test_whatever_is_measured_the_backward_pass_stays_a_part_of_the_step(windows) -> None:
+    model = taught([WindowStats(size, step_s, 20, None, part * step_s) for size, step_s, part in windows])
+    assert model.line() is not None  # DeviceModel itself refuses anything else
+    assert model.turned(windows[-1][0], 2.0).step_s(windows[-1][0]) == pytest.approx(
+        model.line().step_s(windows[-1][0])
+    )
+
+
+def test_a_line_is_a_guess_until_a_second_batch_size_is_far_enough() -> None:
+    model = taught([quiet_window(TRUE, 30)] * 5)
+    assert model.is_guess
+    assert model.reach == 60
+    model.observe(quiet_window(TRUE, 60))
+    assert not model.is_guess
+    assert model.reach == 180
+
+
+def test_a_few_steps_that_look_quiet_are_not_believed_as_much_as_many() -> None:
+    noisy, lucky = WindowStats(30, 0.4, 20, 0.04), WindowStats(30, 0.4, 4, 0.0)
+    assert taught([noisy, lucky]).relative_error(30) > 0.015
+    assert taught([WindowStats(30, 0.4, 4, 0.04)]).relative_error(30) > 2 * taught([noisy]).relative_error(30)
+
+
 def test_what_was_learnt_survives_json() -> None:
     model, copy = (
-        taught([quiet_window(TRUE, 20), quiet_window(TRUE, 40)]),
+        taught([with_backward(20), with_backward(40)]),
         ThroughputModel(),
     )
     copy.load_state_dict(json.loads(json.dumps(model.state_dict())))
