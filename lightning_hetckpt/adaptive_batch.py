@@ -116,6 +116,8 @@ class AdaptiveBatch(Callback):
                 user now starts from another one.
             is_explicit: whether it was `global_batch_size`.
         """
+        self._norms.drop()  # what a fit that failed has left
+        self._measured, self._odd, self._unscaled = [], False, None
         if is_resumed and self._base is not None and wanted == (self._base if is_explicit else self._total):
             return self._total
         if not is_resumed:

@@ -434,7 +434,13 @@ def measured(rank: int, root: str, shares: list[int], case: dict[str, Any]) -> A
     if "scaler" in case:
         scaler = torch.amp.GradScaler("cpu", init_scale=case.pop("scaler"))
         case["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
-    strategy = HeteroDDP(global_batch_size=8, shares=shares, replan_every=10**6, adaptive_batch=adaptive)
+    strategy = HeteroDDP(
+        global_batch_size=8,
+        shares=shares,
+        replan_every=10**6,
+        max_micro_batch=case.pop("max_micro_batch", None),
+        adaptive_batch=adaptive,
+    )
     trainer = toy.trainer(root, strategy, len(shares), max_epochs=2, **case)
     trainer.fit(toy.Toy(lr=0.0), toy.loader(LENGTH, 4))
     return adaptive.state_dict()["noise"], {
@@ -481,8 +487,9 @@ def expected_noise(shares: list[int], accumulate: int) -> NoiseAverages:
         ([6, 2], {"gradient_clip_val": 1e-3}),
         ([6, 2], {"accumulate_grad_batches": 3}),
         ([6, 2], {"scaler": 4096.0, "gradient_clip_val": 1e-3}),
+        ([6, 2], {"max_micro_batch": 4, "accumulate_grad_batches": 2}),
     ],
-    ids=["plain", "three-ranks", "clipping", "accumulation", "loss-scaling"],
+    ids=["plain", "three-ranks", "clipping", "accumulation", "loss-scaling", "micro-batches"],
 )
 def test_the_noise_is_that_of_the_gradients_before_clipping_and_scaling(
     run_ranks: Ranks, tmp_path: Path, shares: list[int], case: dict[str, Any]
