@@ -193,6 +193,13 @@ class HeteroDDP(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if self._ddp_kwargs.get("static_graph") and (
+            trainer.accumulate_grad_batches != 1 or self.options.max_micro_batch is not None
+        ):
+            raise ConfigurationError(
+                "HeteroDDP(static_graph=True) with accumulate_grad_batches or max_micro_batch: torch's DDP fails where a "
+                "static graph begins without an all-reduce, in stock DDP as well. Leave static_graph out."
+            )
         super().setup(trainer)
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and module is not None and not module.automatic_optimization:
