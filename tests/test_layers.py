@@ -39,6 +39,7 @@ RINGS = {
     "checkpoint.delta_file": ENGINE,
     "checkpoint.redirect": TORCH,
     "checkpoint.chain": TORCH,
+    "checkpoint.sifting": TORCH,
     "checkpoint.consolidate": TORCH,
     "checkpoint.stripe_header": REASONING,
     "checkpoint.cadence": REASONING,

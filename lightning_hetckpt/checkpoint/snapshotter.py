@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_hetckpt.channel import Channel, SoloChannel, background_store
-from lightning_hetckpt.checkpoint.chain import Base, Chain, Frozen, Kind, Link
-from lightning_hetckpt.checkpoint.chunk_plan import ChunkPlan
+from lightning_hetckpt.checkpoint.chain import Base, Chain, Kind, Link
 from lightning_hetckpt.checkpoint.commit import Store
 from lightning_hetckpt.checkpoint.committer import Committer, Save
 from lightning_hetckpt.checkpoint.crew import Crew
@@ -28,7 +26,6 @@ from lightning_hetckpt.checkpoint.layout import (
     CHUNK_BYTES,
     META_NAME,
     build_folder,
-    delta_name,
     drive_folder,
     drive_of,
     padded,
@@ -41,11 +38,11 @@ from lightning_hetckpt.checkpoint.publish import sweep
 from lightning_hetckpt.checkpoint.save_layout import LayoutBook, SaveLayout
 from lightning_hetckpt.checkpoint.shard_plan import StripePlan
 from lightning_hetckpt.checkpoint.sharing import can_link
-from lightning_hetckpt.checkpoint.sieve import Sieve
+from lightning_hetckpt.checkpoint.sifting import frozen_now, rows_of, sifted, untouched_since
 from lightning_hetckpt.checkpoint.snapshot import Snapshot
 from lightning_hetckpt.checkpoint.staging import Pour, Stager, pour
 from lightning_hetckpt.checkpoint.staging_pool import StagingPool
-from lightning_hetckpt.checkpoint.step_guard import StepGuard, version_of
+from lightning_hetckpt.checkpoint.step_guard import StepGuard
 from lightning_hetckpt.checkpoint.stripe_header import stamp_header
 from lightning_hetckpt.checkpoint.stripe_writer import StripeWriter
 from lightning_hetckpt.checkpoint.survey import Surveyor
@@ -184,8 +181,9 @@ class Snapshotter:
         lazy = self._pours(fleet, record, shared, mine, live)
         link = None
         if chain is not None:
-            seen = _seen(live, frozen)
-            lazy = self._sifted(lazy, shared, live, base, seen, sparse, snapshot_id)
+            seen = frozen_now(live, frozen)
+            untouched = untouched_since(base, seen, self._verify_unchanged)
+            lazy = sifted(lazy, shared, rows_of(live, sparse), base, untouched, snapshot_id)
             link = Link(kind, base, tuple(hosts), shared.fingerprint, lazy, seen)
             chain.begin(link)
         now = self._pours(fleet, record, extra, extra.stripes, owned)
@@ -386,39 +384,6 @@ class Snapshotter:
         _await(self._saves)  # the next one is compared with what became of them, on every rank alike
         return self._chains[folder]
 
-    def _sifted(
-        self,
-        pours: list[Pour],
-        layout: SaveLayout,
-        live: Mapping[str, Tensor],
-        base: Base | None,
-        seen: Frozen,
-        sparse: Collection[Tensor],
-        snapshot_id: str,
-    ) -> list[Pour]:
-        """The same stripes with a sieve each; of one that is compared with a base, what changed is written."""
-        by_row = _rows_of(live, sparse)
-        untouched: set[str] = set()
-        if base is not None and base.length % self._verify_unchanged:
-            untouched = {name for name, _, _ in {*seen} & {*base.frozen}}
-        found = []
-        for one in pours:
-            cuts = layout.cuts(one.stripe, by_row)
-            if base is None:
-                found.append(replace(one, sieve=Sieve(cuts)))
-                continue
-            found.append(
-                replace(
-                    one,
-                    chunks=_moving(one, untouched) if untouched else one.chunks,
-                    header=stamp_header(one.header, base.full_id),
-                    path=one.path.parent / delta_name(one.stripe.file, snapshot_id),
-                    sieve=Sieve(cuts, base.hashes[one.stripe.file]),
-                    only_changes=True,
-                )
-            )
-        return found
-
     def _entries(self, shared: SaveLayout, extra: SaveLayout) -> dict[str, TensorEntry]:
         """Of both layouts; the same dictionary as long as they are the same."""
         known = self._merged
@@ -445,38 +410,6 @@ class Snapshotter:
 
     def _told(self, save: Snapshot) -> None:
         self._failures.pop(save, None)
-
-
-def _seen(live: Mapping[str, Tensor], frozen: Collection[Tensor]) -> Frozen:
-    """How the frozen ones among the live tensors look now."""
-    if not frozen:
-        return ()
-    addresses = set(map(Tensor.data_ptr, frozen))
-    return tuple(
-        (name, tensor.data_ptr(), version_of(tensor))
-        for name, tensor in live.items()
-        if not tensor.is_inference() and tensor.data_ptr() in addresses
-    )
-
-
-def _rows_of(live: Mapping[str, Tensor], sparse: Collection[Tensor]) -> dict[str, int]:
-    """The bytes of a row of each live tensor that is sparse, by name."""
-    addresses = {tensor.data_ptr(): tensor.shape for tensor in sparse if tensor.dim() > 1}
-    return {
-        name: tensor.nbytes // len(tensor)
-        for name, tensor in live.items()
-        if addresses and addresses.get(tensor.data_ptr()) == tensor.shape and tensor.nbytes
-    }
-
-
-def _moving(one: Pour, untouched: Collection[str]) -> list[ChunkPlan]:
-    """The buffers in which there is anything else than untouched tensors."""
-    pieces = [piece.name not in untouched for piece in one.stripe.pieces]
-    return [
-        chunk
-        for chunk in one.chunks
-        if any(map(pieces.__getitem__, (*chunk.small.pieces, *chunk.large.pieces)))
-    ]
 
 
 def _plan_mark(layout: SaveLayout, base: Base | None) -> str:
