@@ -37,7 +37,7 @@ HASH_BYTES = 19  # 16 digits, quotes and a comma
 FILE_BYTES = 95  # its name, length and chunk size, and their keys
 PIECE_BYTES = 110  # the name of its file, three numbers, and their keys
 TENSOR_BYTES = 75  # dtype, shape and keys, without its name
-REPORT_BYTES = 90  # of a rank without files
+REPORT_BYTES = 100  # of a rank without files
 REPORTED_FILE_BYTES = 140  # as in the manifest, and the seconds of its drive
 MANIFEST_BYTES = 900  # of a checkpoint without tensors, figures included
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scale import (
@@ -96,6 +96,7 @@ def entry(rank: int, drive: int, nbytes: int) -> FileEntry:
     sizes=st.lists(st.integers(1, 2**36), max_size=8),
     state=st.binary(max_size=200),
 )
+@example(rank=99_999, sizes=[], state=b"")
 @settings(deadline=None)
 def test_no_report_is_longer_than_the_formula_says_and_none_much_shorter(rank, sizes, state) -> None:
     files = tuple(entry(rank, drive, nbytes) for drive, nbytes in enumerate(sizes))

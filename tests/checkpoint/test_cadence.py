@@ -124,7 +124,7 @@ def test_a_snapshot_that_costs_nothing_comes_at_every_step() -> None:
 
 @pytest.mark.parametrize("interval", [1, 7, 1000])
 def test_an_interval_that_fits_exactly_is_not_made_longer_by_rounding(interval: int) -> None:
-    step_s, share = 0.1, 0.05
+    step_s, share = 0.3, 0.05  # whose quotients are a bit above 7 and 1000
 
     assert shortest_interval(SnapshotCost(share * interval * step_s, 0.0, step_s), share) == interval
     durable_s = (1 + share) * interval * step_s

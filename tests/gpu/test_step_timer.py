@@ -25,8 +25,9 @@ def step(timer: StepTimer, samples: int = 8, wait_s: float = 0.0) -> tuple[torch
     if wait_s:
         with timer.waiting():
             keep_busy(wait_s)
-    timer.last_gradient()
+    reduced = timer.bucket_ready(is_last=True)
     keep_busy(OTHERS_S)  # the all-reduce
+    reduced()
     timer.backward_ended()
     return began, ended
 
@@ -53,7 +54,7 @@ def test_the_host_runs_ahead_of_the_gpu_and_asks_it_nothing() -> None:
     for _ in range(3):
         timer.batch_started(8)
         timer.forward_started()
-        timer.last_gradient()
+        timer.bucket_ready(is_last=True)()
         timer.backward_ended()
     assert timer.window() is None  # nothing is there to read yet
 
@@ -70,7 +71,7 @@ def test_a_host_that_is_always_many_steps_ahead_still_learns() -> None:
         timer.forward_started()
         for _ in range(8):
             work = work @ work
-        timer.last_gradient()
+        timer.bucket_ready(is_last=True)()
         timer.backward_ended()
         if number % 20 == 19:
             windows.append(timer.window())
