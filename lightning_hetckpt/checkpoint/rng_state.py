@@ -23,6 +23,7 @@ def capture() -> bytes:
     state = {
         "torch": _pack(torch.get_rng_state()),
         "cuda": [_pack(one) for one in cuda],
+        "cuda_device": torch.cuda.current_device() if started else None,
         "numpy": [kind, _text(np.asarray(keys, dtype="<u4").tobytes()), position, has_gauss, gauss],
         "python": [version, _text(np.asarray(words, dtype="<u4").tobytes()), next_gauss],
     }
@@ -32,7 +33,8 @@ def capture() -> bytes:
 def restore(data: bytes) -> None:
     """Put every generator back to where `capture` found it.
 
-    CUDA generators are matched by device number; devices that the saving process did not have keep theirs.
+    The device that the rank computes on gets the state of the one it computed on; the others are matched by
+    number, and devices that the saving process did not have keep theirs.
 
     Raises:
         CorruptCheckpointError: `data` is not what `capture` makes.
@@ -41,6 +43,8 @@ def restore(data: bytes) -> None:
         state = json.loads(data)
         torch_state = _unpack(state["torch"])
         cuda_states = [_unpack(one) for one in state["cuda"]]
+        own = state.get("cuda_device")
+        own_state = None if own is None else cuda_states[own]
         kind, keys, position, has_gauss, gauss = state["numpy"]
         version, words, next_gauss = state["python"]
         numpy_state = (kind, np.frombuffer(base64.b64decode(keys), dtype="<u4"), position, has_gauss, gauss)
@@ -48,7 +52,7 @@ def restore(data: bytes) -> None:
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate((version, python_words, next_gauss))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"the random state of a rank ({len(data)} bytes) cannot be restored: {error}; "
             "resume from another snapshot"
@@ -56,6 +60,8 @@ def restore(data: bytes) -> None:
     if cuda_states and torch.cuda.is_available():
         for device, one in enumerate(cuda_states[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, device)
+        if own_state is not None:
+            torch.cuda.set_rng_state(own_state, torch.cuda.current_device())
 
 
 def derive(seed: int, step: int, rank: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import heapq
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from operator import add, attrgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -94,12 +96,15 @@ def _chunks(one: Pour, pool: BufferPool) -> Generator[float, None, Future[FileEn
         for chunk in one.chunks:
             view = pool.acquire()
             give_back = _GiveBack(pool, view)
+            ready = None
             try:
                 header = one.header[chunk.offset : chunk.offset + chunk.header_bytes]
                 view[: len(header)] = header
                 ready = sources.fill(view, chunk)
                 one.writer.put(file, chunk.offset, view, chunk.nbytes, ready, give_back)
             except BaseException:
+                if ready is not None:
+                    ready()  # else a GPU would still write into what the next snapshot fills
                 give_back()
                 raise
             yield (chunk.offset + chunk.nbytes) / one.nbytes
@@ -139,23 +144,20 @@ class _Sources:
 
     def _fill_from_anywhere(self, target: Any, chunk: ChunkPlan) -> Callable[[], None] | None:
         devices: set[torch.device] = set()
-        for at, part in (*self._runs(chunk.small), *self._parts(chunk.large)):
-            place = target[at : at + len(part)]
-            if part.is_cuda:
-                # Without a host wait where the pool is pinned; the writer waits instead.
-                torch.from_numpy(place).copy_(part, non_blocking=True)
-                devices.add(part.device)
-            else:
-                np.copyto(place, part.numpy())  # in one thread, without the GIL
-        if not devices:
-            return None
-        copies = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-        def ready() -> None:
-            for copied in copies:
-                copied.synchronize()
-
-        return ready
+        try:
+            for at, part in itertools.chain(self._runs(chunk.small), self._parts(chunk.large)):
+                place = target[at : at + len(part)]
+                if part.is_cuda:
+                    devices.add(part.device)
+                    # Without a host wait where the pool is pinned; the writer waits instead.
+                    torch.from_numpy(place).copy_(part, non_blocking=True)
+                else:
+                    np.copyto(place, part.numpy())  # in one thread, without the GIL
+        except BaseException:
+            _await(_marks(devices))  # the buffer goes back, and nothing may write into it any more
+            raise
+        copies = _marks(devices)
+        return partial(_await, copies) if copies else None
 
     def _runs(self, cuts: Cuts) -> Iterator[tuple[int, Tensor]]:
         """As `_parts`, but neighbours of one dtype on one GPU come as one: each copy from there costs microseconds."""
@@ -185,6 +187,22 @@ class _Sources:
 
 
 _is_cpu = attrgetter("is_cpu")
+
+
+def _marks(devices: Collection[torch.device]) -> dict[torch.device, torch.cuda.Event]:
+    """Events behind what is queued on the present streams; whoever waits for one leaves its core to others."""
+    marks = {}
+    for device in devices:
+        marks[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        marks[device].record(torch.cuda.current_stream(device))
+    return marks
+
+
+def _await(marks: Mapping[torch.device, torch.cuda.Event]) -> None:
+    for device, mark in marks.items():
+        # A thread is on GPU 0 until told otherwise, and a call there may make a context: half a gigabyte per rank.
+        with torch.cuda.device(device):
+            mark.synchronize()
 
 
 def _bytes_of(tensor: Tensor, start: int, nbytes: int) -> Tensor:
@@ -258,17 +276,19 @@ class _Job:
 def _drain(job: _Job, streams: dict[torch.device, torch.cuda.Stream]) -> None:
     with contextlib.ExitStack() as on_side_streams:
         for device, event in job.begun.items():
-            side = streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-            side.wait_event(event)
-            on_side_streams.enter_context(torch.cuda.stream(side))
+            if device not in streams:
+                streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            streams[device].wait_event(event)
+            # On the device first: leaving the stream would else set this thread to GPU 0, with a context there.
+            on_side_streams.enter_context(torch.cuda.device(device))
+            on_side_streams.enter_context(torch.cuda.stream(streams[device]))
         job.snapshot.sample = sample(job.pours[0].tensors.values()) if job.pours else {}
         if job.loan is not None and job.loan.stands(job.snapshot.sample):
             job.snapshot.borrows_from, files = job.loan.snapshot_id, []
         else:
             files = pour(job.pours, job.pool)
-        copies = {device: torch.cuda.current_stream(device).record_event() for device in job.begun}
+        copies = _marks(job.begun)
     job.snapshot.issued([*job.also, *files], copies)
     # The job holds the tensors up to here: their memory must not be lent to others while it is read.
-    for event in copies.values():
-        event.synchronize()
+    _await(copies)
     job.snapshot.copied()

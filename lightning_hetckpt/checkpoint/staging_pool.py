@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,14 @@ def _free_memory_bytes() -> int:
 
 def _pin(pool: BufferPool) -> bool:
     """Let GPUs copy into the pool by themselves; False if the driver refuses, and copies then wait for a CPU."""
-    code = torch.cuda.cudart().cudaHostRegister(_address(pool), len(pool.memory), 0)  # type: ignore[no-untyped-call]
+    # In a thread that ends: CUDA keeps a refusal as its thread's last error, and the next kernel would raise it.
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(_register, pool, torch.cuda.current_device()).result()
+
+
+def _register(pool: BufferPool, device: int) -> bool:
+    with torch.cuda.device(device):
+        code = torch.cuda.cudart().cudaHostRegister(_address(pool), len(pool.memory), 0)  # type: ignore[no-untyped-call]
     return int(code) == 0
 
 
