@@ -83,7 +83,7 @@ class HeteroDDP(DDPStrategy):
         min_samples: Limit = 1,
         max_samples: Limit | None = None,
         multiple_of: int = 1,
-        replan_every: int = 20,
+        replan_every: int = 10,
         loss_reduction: Literal["mean", "sum"] = "mean",
         weight_by: WeightBy | None = None,
         max_micro_batch: Limit | Sequence[int | None] | None = None,

@@ -27,7 +27,7 @@ OPTIONS = {
         "min_samples": 1,
         "max_samples": None,
         "multiple_of": 1,
-        "replan_every": 20,
+        "replan_every": 10,
         "loss_reduction": "mean",
         "weight_by": None,
         "max_micro_batch": None,

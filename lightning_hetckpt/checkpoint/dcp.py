@@ -107,7 +107,7 @@ class StripedStorageWriter(StorageWriter):
         self.beside: Mapping[str, Any] = {}
         self._dirs = [Path(one).absolute() for one in dirs] if dirs is not None else None
         self._files = StripeFiles(checksum, direct is not False)
-        self._ledger = Ledger()
+        self._ledger = Ledger(reuse=False)
         self._save_id = ""
         self._rank = 0
         self._record: Record | None = None
@@ -215,6 +215,7 @@ class StripedStorageWriter(StorageWriter):
             RankReport(one.rank, (*one.files, meta) if one.rank == 0 else one.files, "") for one in written
         ]
         self._ledger.publish(record, reports, Figures(None))
+        self._ledger.clear_away()
 
     @override
     def storage_meta(self) -> StorageMeta | None:

@@ -310,7 +310,7 @@ def forged(path: Path, name: str, snapshot: Any) -> bytes:
 @pytest.mark.parametrize(
     ("name", "snapshot", "words"),
     [
-        (META_NAME, "0" * 16, "of stripes only"),
+        (META_NAME, "0" * 16, "of stripes and deltas only"),
         (STRIPE, "0" * 15, "expected"),
         (STRIPE, 7, "expected"),
         (STRIPE, "own", "that is this one"),
