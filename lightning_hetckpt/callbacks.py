@@ -50,6 +50,8 @@ class SnapshotCallback(Callback):
         when_busy: if the snapshot before is not durable yet when the next one is due, "wait" for it, so that at
             most one step is ever lost, or "skip" the new one. For "skip" rank 0's view counts on all ranks,
             which costs one small broadcast where a snapshot is due.
+        keep_every_n_steps: the first snapshot at or behind each multiple of so many steps stays for good, as well. With
+            `save="incremental"` a history of frozen weights costs little.
 
     The Trainer's loggers get `hetckpt/…` for every snapshot under its own step, once it is durable and the next
     one is due: all of `Snapshot.figures`, and `dump_ms` (Lightning's and the user's own save hooks), `wait_ms`
@@ -66,6 +68,7 @@ class SnapshotCallback(Callback):
         keep_last: int = 2,
         max_overhead: float | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
+        keep_every_n_steps: int | None = None,
     ) -> None:
         if every_n_steps < 1 or keep_last < 1:
             raise ConfigurationError(
@@ -77,11 +80,17 @@ class SnapshotCallback(Callback):
                 f"SnapshotCallback(max_overhead={max_overhead}): expected a share of the training time from 0 to 1, "
                 "such as 0.05 for 5 %, or None to keep the interval."
             )
+        if keep_every_n_steps is not None and keep_every_n_steps < 1:
+            raise ConfigurationError(
+                f"SnapshotCallback(keep_every_n_steps={keep_every_n_steps}): expected at least 1, or None to keep the "
+                "newest only."
+            )
         if when_busy not in ("wait", "skip"):
             raise ConfigurationError(f'SnapshotCallback(when_busy={when_busy!r}): expected "wait" or "skip".')
         self.dirpath = dirpath
         self.every_n_steps = every_n_steps
         self.keep_last = keep_last
+        self.keep_every_n_steps = keep_every_n_steps
         self.max_overhead = max_overhead
         self.when_busy = when_busy
         self.last_resolved: Path | None = None  # what `ckpt_path="last"` means to this rank
@@ -218,7 +227,7 @@ class SnapshotCallback(Callback):
             frozen=frozen,
             sparse=sparse,
         )
-        plugin.retire(folder, self.keep_last)
+        plugin.retire(folder, self.keep_last, self.keep_every_n_steps)
         self._before = _Taken(
             step,
             began_s,

@@ -234,9 +234,12 @@ class StripedAsyncCheckpointIO(CheckpointIO):
         """Remove what lies at `path`, behind the saves begun so far; it stays if the last of them fails."""
         self._ready().remove(_local(path))
 
-    def retire(self, folder: str | Path, keep_last: int) -> None:
-        """Leave the newest `keep_last` snapshots (`step=N.ckpt`) in `folder`, behind the saves begun so far."""
-        self._ready().retire(_local(folder), keep_last)
+    def retire(self, folder: str | Path, keep_last: int, keep_every_n_steps: int | None = None) -> None:
+        """Leave the newest `keep_last` snapshots (`step=N.ckpt`) in `folder`, behind the saves begun so far.
+
+        The first at or behind each multiple of `keep_every_n_steps` steps stays for good.
+        """
+        self._ready().retire(_local(folder), keep_last, keep_every_n_steps=keep_every_n_steps)
 
     def pending(self, path: str | Path) -> bool:
         """Whether a save to `path` is under way: it will exist, but does not yet."""

@@ -43,7 +43,13 @@ class FineTuned(LightningModule):
         ]
 
 
-def fit(folder: Path, steps: int, save: Any, ckpt_path: str | None = None) -> FineTuned:
+def fit(
+    folder: Path,
+    steps: int,
+    save: Any,
+    ckpt_path: str | None = None,
+    callback: SnapshotCallback | None = None,
+) -> FineTuned:
     model = FineTuned()
     trainer = Trainer(
         default_root_dir=folder,
@@ -52,7 +58,7 @@ def fit(folder: Path, steps: int, save: Any, ckpt_path: str | None = None) -> Fi
         max_steps=2 * steps,  # two optimizers
         strategy=HeteroDDP(),
         plugins=[StripedAsyncCheckpointIO(dirs=[folder], save=save)],
-        callbacks=[SnapshotCallback(keep_last=100)],
+        callbacks=[callback or SnapshotCallback(keep_last=100)],
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
@@ -84,3 +90,9 @@ def test_snapshots_hold_little_more_than_what_moved(tmp_path: Path) -> None:
     # 64 rows of the table and of both moments at most, the head with its moments, meta.pt and the like
     assert full > 10_000_000
     assert max(later) < 2 * 64 * 64 * 4 * 3 + 3 * 513 * 4 + 60_000
+
+
+def test_a_history_stays_beside_the_newest(tmp_path: Path) -> None:
+    fit(tmp_path, 8, "incremental", callback=SnapshotCallback(keep_last=1, keep_every_n_steps=6))
+    steps = sorted(read_manifest(path).global_step for path in (tmp_path / "snapshots").glob("step=*.ckpt"))
+    assert steps == [6, 12, 16]

@@ -55,6 +55,7 @@ OPTIONS = {
         "keep_last": 2,
         "max_overhead": None,
         "when_busy": "wait",
+        "keep_every_n_steps": None,
     },
 }
 

@@ -89,9 +89,9 @@ class Committer:
         """Remove the checkpoint `path` unless the save before failed."""
         self._tasks.put(lambda: self._remove(path))
 
-    def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
-        """Leave the `keep_last` newest checkpoints of `folder` whose name fits `pattern`."""
-        self._tasks.put(lambda: self._ledger.retire(folder, keep_last, pattern))
+    def retire(self, folder: Path, keep_last: int, pattern: str, keep_every_n_steps: int | None) -> None:
+        """Of the checkpoints of `folder` whose name fits `pattern` leave those that `retention.retire` does."""
+        self._tasks.put(lambda: self._ledger.retire(folder, keep_last, pattern, keep_every_n_steps))
 
     def wait(self) -> None:
         """Return when everything asked for so far has happened."""

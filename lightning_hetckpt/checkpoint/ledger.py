@@ -156,10 +156,10 @@ class Ledger:
         if self._spares is not None:
             self._spares.clear()
 
-    def retire(self, folder: Path, keep_last: int, pattern: str) -> None:
-        """Remove all but the `keep_last` newest checkpoints in `folder` whose name fits `pattern`."""
+    def retire(self, folder: Path, keep_last: int, pattern: str, keep_every_n_steps: int | None) -> None:
+        """Remove the checkpoints in `folder` whose name fits `pattern`, but those that `retention.retire` leaves."""
         fitting = [info for info in self._checkpoints_in(folder) if fnmatch(info.path.name, pattern)]
-        for info in retire(fitting, keep_last):
+        for info in retire(fitting, keep_last, keep_every_n_steps):
             self.remove(info.path)
 
     def _spares_for(self, snapshot_id: str | None) -> Spares | None:

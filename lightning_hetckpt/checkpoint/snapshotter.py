@@ -238,10 +238,19 @@ class Snapshotter:
         self._lender.forget(_canonical(path))
         self._committer.remove(_canonical(path))
 
-    def retire(self, folder: Path, keep_last: int, pattern: str = "step=*.ckpt") -> None:
-        """Leave the newest `keep_last` checkpoints of `folder` named like `pattern`, behind every save begun so far."""
+    def retire(
+        self,
+        folder: Path,
+        keep_last: int,
+        pattern: str = "step=*.ckpt",
+        keep_every_n_steps: int | None = None,
+    ) -> None:
+        """Leave the newest `keep_last` checkpoints of `folder` named like `pattern`, behind every save begun so far.
+
+        The first at or behind each multiple of `keep_every_n_steps` steps stays for good.
+        """
         if self.channel.rank == 0:
-            self._committer.retire(folder.resolve(), keep_last, pattern)
+            self._committer.retire(folder.resolve(), keep_last, pattern, keep_every_n_steps)
 
     def resumed_from(self, folder: Path) -> None:
         """Training goes on from the checkpoint `folder`: it is the parent of the next one."""

@@ -37,3 +37,18 @@ def test_snapshots_of_one_commit_number_retire_in_one_order_on_every_rank(order:
 def test_keeping_nothing_to_resume_from_is_refused(keep_last: int) -> None:
     with pytest.raises(ConfigurationError, match="at least 1"):
         retire([snapshot(1, 1)], keep_last)
+
+
+def test_one_snapshot_at_or_behind_each_multiple_stays_for_good() -> None:
+    listed: list[SnapshotInfo] = []
+    for commit, step in enumerate(range(3, 60, 3)):
+        listed.append(snapshot(commit, step))
+        gone = retire(listed, 2, keep_every_n_steps=10)
+        listed = [one for one in listed if one not in gone]
+    assert [one.global_step for one in listed] == [12, 21, 30, 42, 51, 54, 57]
+
+
+def test_training_that_went_back_keeps_a_history_of_its_own() -> None:
+    steps = [10, 20, 30, 15, 20, 30, 31]
+    found = [snapshot(commit, step) for commit, step in enumerate(steps)]
+    assert [one.commit for one in retire(found, 1, keep_every_n_steps=10)] == [3]
