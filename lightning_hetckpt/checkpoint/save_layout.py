@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +38,7 @@ class SaveLayout:
     entries: dict[str, TensorEntry]  # for the manifest
     _headers: dict[str, bytes] = field(default_factory=dict)
     _chunks: dict[str, tuple[ChunkPlan, ...]] = field(default_factory=dict)
-    _cuts: dict[str, tuple[tuple[Segment, ...], ...]] = field(default_factory=dict)
+    _cuts: dict[Hashable, tuple[tuple[Segment, ...], ...]] = field(default_factory=dict)
 
     def header(self, stripe: StripePlan) -> bytes:
         """What the file of one stripe begins with; `stamp_header` puts a snapshot's id in."""
@@ -58,9 +58,10 @@ class SaveLayout:
         Args:
             sparse: name of each tensor whose rows change one by one, and the bytes of a row.
         """
-        if stripe.file not in self._cuts:
-            self._cuts[stripe.file] = tuple(segments(stripe, one, sparse) for one in self.chunks(stripe))
-        return self._cuts[stripe.file]
+        key = stripe.file, *sparse.items()
+        if key not in self._cuts:
+            self._cuts[key] = tuple(segments(stripe, one, sparse) for one in self.chunks(stripe))
+        return self._cuts[key]
 
 
 @dataclass(frozen=True, slots=True)

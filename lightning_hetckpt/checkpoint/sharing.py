@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,6 +17,7 @@ from lightning_hetckpt.checkpoint.folders import open_folder
 from lightning_hetckpt.checkpoint.layout import HIDDEN_PREFIX, new_id, padded
 from lightning_hetckpt.checkpoint.ledger import Record
 from lightning_hetckpt.checkpoint.manifest import FileEntry
+from lightning_hetckpt.checkpoint.verify import says_id
 from lightning_hetckpt.errors import CheckpointError, CorruptCheckpointError
 
 _log = logging.getLogger("lightning_hetckpt")
@@ -35,6 +37,7 @@ def share(lent: Sequence[FileEntry], lender: Record, borrower: Record) -> tuple[
         The files of `borrower`, and whether all of them are links.
 
     Raises:
+        CheckpointError: another checkpoint, or none, lies where `lender` did.
         CorruptCheckpointError: bytes that had to be copied are not those that were written.
     """
     all_links = True
@@ -42,6 +45,14 @@ def share(lent: Sequence[FileEntry], lender: Record, borrower: Record) -> tuple[
         folder = _folder(borrower, entry.name)
         open_folder(folder, borrower.build, borrower.snapshot_id, borrower.path)
         all_links &= _link_or_copy(_place(lender, entry.name), folder / entry.name, entry)
+    # Behind the links: what lies there now lay there all along, since no two snapshots have one id.
+    if any(_folder(lender, entry.name) == lender.build for entry in lent) and not says_id(
+        lender.path, lender.snapshot_id
+    ):
+        raise CheckpointError(
+            f"{lender.path}: the checkpoint {lender.snapshot_id}, whose stripes were to be shared, does not lie there any "
+            "more; the next save is a full one"
+        )
     for folder in {_folder(borrower, entry.name) for entry in lent}:
         fsync_folder(folder)
     files = [replace(entry, snapshot=entry.snapshot or lender.snapshot_id, write_s=0.0) for entry in lent]
@@ -63,17 +74,19 @@ def _folder(record: Record, name: str) -> Path:
 
 
 def can_link(folder: Path) -> bool:
-    """Whether files in `folder`, which exists, can have a second name."""
+    """Whether files in `folder`, which is made, can have a second name."""
     one, other = folder / f"{HIDDEN_PREFIX}{new_id()}", folder / f"{HIDDEN_PREFIX}{new_id()}"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         one.touch()
         os.link(one, other)
         return True
     except OSError:
         return False
     finally:
-        one.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            one.unlink(missing_ok=True)
+            other.unlink(missing_ok=True)
 
 
 def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> bool:

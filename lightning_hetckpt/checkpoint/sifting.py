@@ -54,11 +54,12 @@ def frozen_now(live: Mapping[str, Tensor], frozen: Collection[Tensor]) -> Frozen
     """How the frozen ones among the live tensors look now."""
     if not frozen:
         return ()
-    addresses = set(map(Tensor.data_ptr, frozen))
+    # With the shape: a tensor that is trained may begin where a frozen view of the same memory does.
+    places = {(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in frozen}
     return tuple(
         (name, tensor.data_ptr(), version_of(tensor))
         for name, tensor in live.items()
-        if not tensor.is_inference() and tensor.data_ptr() in addresses
+        if not tensor.is_inference() and (tensor.data_ptr(), tensor.shape, tensor.stride()) in places
     )
 
 

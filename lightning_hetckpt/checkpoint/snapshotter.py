@@ -108,7 +108,7 @@ class Snapshotter:
         self._stager = Stager()
         self._lender = Lender()
         self._kind: Kind = save
-        self._full_every, self._verify_unchanged = full_every, verify_unchanged
+        self._full_every, self._verify_unchanged = full_every, max(1, verify_unchanged)
         self._chains: dict[Path, Chain] = {}  # by folder
         self._committer = Committer(self._failures.__setitem__, reuse=checksum)
 
@@ -379,8 +379,6 @@ class Snapshotter:
             return None
         if folder not in self._chains:
             places = [Path(one or folder) for one in self._crews[alone][1].found.folders]
-            for place in places:
-                place.mkdir(parents=True, exist_ok=True)
             if all(self.channel.all_gather(all(map(can_link, places)))):
                 self._chains[folder] = Chain(self._kind, self._full_every)
             else:

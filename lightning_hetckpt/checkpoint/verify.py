@@ -70,6 +70,14 @@ def holds(path: Path, snapshot_id: str) -> bool:
         return False
 
 
+def says_id(path: Path, snapshot_id: str) -> bool:
+    """Whether the manifest in `path` names this very snapshot as its own; nothing else of it is checked."""
+    try:
+        return f'"snapshot_id":"{snapshot_id}"'.encode() in _manifest_bytes(path)
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return False
+
+
 def check_files(path: Path, manifest: Manifest) -> None:
     """Every file of the manifest exists in `path`, or behind a link there, with its exact length.
 

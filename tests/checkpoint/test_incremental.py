@@ -16,6 +16,8 @@ from lightning_hetckpt.channel import GroupChannel
 from lightning_hetckpt.checkpoint import restore, verify
 from lightning_hetckpt.checkpoint.consolidate import consolidate
 from lightning_hetckpt.checkpoint.snapshotter import Snapshotter
+from lightning_hetckpt.checkpoint.together import SharedReader, group_broadcast
+from lightning_hetckpt.errors import CheckpointError
 from tests.checkpoint.trees import assert_same
 
 KINDS = ["incremental", "differential"]
@@ -203,6 +205,45 @@ def test_a_save_that_fails_is_followed_by_a_full_one(tmp_path: Path) -> None:
         engine.begin(tree_of(tensors, 2), tmp_path / "2.ckpt", [tensors["w"]]).wait()
     assert verify.read_manifest(tmp_path / "2.ckpt").kind == "full"
     assert torch.equal(restore.load(tmp_path / "2.ckpt")["state_dict"]["w"], tensors["w"])
+
+
+def test_another_checkpoint_at_the_path_of_the_base_lends_it_nothing(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(500, 500)}
+    path = tmp_path / "last.ckpt"
+    with Snapshotter(save="incremental") as engine:
+        engine.begin(tree_of(tensors, 0), path, [tensors["w"]]).wait()
+        tensors["w"][3] += 1
+        alone = copied(tree_of(tensors, 1))
+        engine.begin(tree_of(tensors, 1), path, alone=True).wait()
+        tensors["w"][4] += 1
+        with pytest.raises(CheckpointError, match="does not lie there any more"):
+            engine.begin(tree_of(tensors, 2), path, [tensors["w"]]).wait()
+        assert_same(restore.load(path), alone)
+        last = copied(tree_of(tensors, 3))
+        engine.begin(tree_of(tensors, 3), path, [tensors["w"]]).wait()
+    verify.verify(path)
+    assert_same(restore.load(path), last)
+
+
+def _load_together(rank: int, path: str, truth: str) -> int:
+    reader = SharedReader(Path(path), GroupChannel(), group_broadcast())
+    assert_same(restore.load(Path(path), reader=reader), torch.load(truth))
+    return reader.bytes_read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_read_one_together(tmp_path: Path, run_ranks: Any, kind: Any) -> None:
+    tensors = odd_tensors()
+    with Snapshotter(save=kind) as engine:
+        for step in range(3):
+            tree = tree_of(tensors, step)
+            torch.save(tree, tmp_path / "truth")
+            engine.begin(tree, tmp_path / f"{step}.ckpt", list(tensors.values())).wait()
+            edit(tensors, torch.Generator().manual_seed(step))
+    path = tmp_path / "2.ckpt"
+    read_bytes = run_ranks(_load_together, 2, str(path), str(tmp_path / "truth"))
+    assert all(read_bytes)
+    assert sum(read_bytes) <= sum(file.nbytes for file in verify.read_manifest(path).files.values())
 
 
 def _save_chain(rank: int, folder: str, drives: int) -> None:
