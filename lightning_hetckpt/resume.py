@@ -83,8 +83,12 @@ def tensors_of_note(
     Sparse are the tables of which a step changes a few rows: embeddings with `sparse=True`, and what their
     optimizer keeps in the same shape.
     """
+    # By memory: what is a view of a trained weight moves with it.
     owned = {
-        id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+        one.untyped_storage().data_ptr()
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
     }
     tables = [
         part.weight
@@ -95,7 +99,7 @@ def tensors_of_note(
         optimizer.state[table] for optimizer in optimizers for table in tables if table in optimizer.state
     ]
     return (
-        [one for one in module.parameters() if id(one) not in owned],
+        [one for one in module.parameters() if one.untyped_storage().data_ptr() not in owned],
         [
             *tables,
             *(one for state in states for one in state.values() if isinstance(one, Tensor) and one.dim() > 1),

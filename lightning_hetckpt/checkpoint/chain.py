@@ -95,7 +95,21 @@ class Link:
                 length=base.length + 1,
             )
         else:  # compared with the full one again
-            self.ended = replace(base, record=record, length=base.length + 1)
+            self.ended = replace(
+                base, record=record, frozen=self._as_in_the_full_one(base, overlays), length=base.length + 1
+            )
+
+    def _as_in_the_full_one(self, base: Base, overlays: Mapping[str, Overlay]) -> Frozen:
+        """The frozen tensors but for those that this save found changed: the next one would miss that, unread."""
+        names = {name for name, _, _ in base.frozen}
+        moved = set()
+        for pour in self.pours if names else ():
+            overlay = overlays.get(pour.stripe.file, NOTHING)
+            for piece in pour.stripe.pieces:
+                parts = overlay.split(len(pour.header) + piece.offset, piece.nbytes)
+                if piece.name in names and any(file is not None for _, _, file, _ in parts):
+                    moved.add(piece.name)
+        return tuple(one for one in base.frozen if one[0] not in moved)
 
 
 class Chain:

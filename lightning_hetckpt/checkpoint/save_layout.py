@@ -58,10 +58,14 @@ class SaveLayout:
         Args:
             sparse: name of each tensor whose rows change one by one, and the bytes of a row.
         """
-        key = stripe.file, *sparse.items()
+        key = stripe.file, *sorted(sparse.items())
         if key not in self._cuts:
             self._cuts[key] = tuple(segments(stripe, one, sparse) for one in self.chunks(stripe))
         return self._cuts[key]
+
+    def mark(self, sparse: Mapping[str, int]) -> str:
+        """What is equal as long as the plan and its units are."""
+        return f"{self.fingerprint} {sorted(sparse.items())}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,8 @@ class Snapshotter:
         found = self._surveyor.survey(checkpoint, None if alone else stable)
         live, owned = found.live, found.owned if crew.rank == 0 else {}
         shared = self._layouts.shared(live, hosts, found.likeness)
-        kind = "full" if chain is None else chain.next(shared.fingerprint)
+        rows = {} if chain is None else rows_of(live, sparse)
+        kind = "full" if chain is None else chain.next(shared.mark(rows))
         if kind == "full" and base is not None:
             base, hosts = None, fleet.in_force(crew.upcoming)
             shared = self._layouts.shared(live, hosts, found.likeness)
@@ -183,8 +184,8 @@ class Snapshotter:
         if chain is not None:
             seen = frozen_now(live, frozen)
             untouched = untouched_since(base, seen, self._verify_unchanged)
-            lazy = sifted(lazy, shared, rows_of(live, sparse), base, untouched, snapshot_id)
-            link = Link(kind, base, tuple(hosts), shared.fingerprint, lazy, seen)
+            lazy = sifted(lazy, shared, rows, base, untouched, snapshot_id)
+            link = Link(kind, base, tuple(hosts), shared.mark(rows), lazy, seen)
             chain.begin(link)
         now = self._pours(fleet, record, extra, extra.stripes, owned)
         folders = tuple({one.path.parent for one in (*lazy, *now)} - {build})

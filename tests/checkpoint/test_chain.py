@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetckpt.channel import GroupChannel, present_channel
-from lightning_hetckpt.checkpoint import restore, verify
+from lightning_hetckpt.checkpoint import publish, restore, verify
 from lightning_hetckpt.checkpoint.consolidate import consolidate
+from lightning_hetckpt.checkpoint.folders import run_of
 from lightning_hetckpt.checkpoint.snapshotter import Snapshotter
 from lightning_hetckpt.checkpoint.together import SharedReader, group_broadcast
+from tests import ranks
 from tests.checkpoint.stories import Story
+from tests.checkpoint.test_publish import CHANGES
 from tests.checkpoint.trees import assert_same
 
 KINDS = ["full", "incremental", "differential"]
@@ -128,3 +133,85 @@ def test_what_ranks_saved_together_any_number_of_ranks_loads(
         check(here, truths)
     for loaders in (2, 3):
         assert run_ranks(hear, loaders, str(tmp_path), seeds) == [6 * len(seeds)] * loaders
+
+
+# --- A death between any two changes of the disk ---
+
+
+def state_at(step: int) -> torch.Tensor:
+    """One tensor of three buffers; each step changes rows of it."""
+    tensor = torch.arange(5_000_000, dtype=torch.float32).view(5000, 1000)
+    for done in range(step):
+        tensor[1000 * done : 1000 * done + 30] += 1 + done
+    return tensor
+
+
+def die(folder: str, drives: int, kind: Any, changes: int) -> None:
+    """Save twice more and retire what is older; the process ends after `changes` changes of the disk."""
+    where = [Path(folder) / f"drive{n}" for n in range(drives)] or None
+    snapshots, left = Path(folder) / "s", [changes]
+    counting = threading.Lock()
+
+    def mortal(change: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with counting:
+                if left[0] == 0:
+                    os._exit(9)
+                left[0] -= 1
+            return change(*args, **kwargs)
+
+        return call
+
+    with Snapshotter(where, save=kind) as engine:
+        for step in range(4):
+            if step == 2:
+                for name in CHANGES:
+                    setattr(os, name, mortal(getattr(os, name)))
+                publish._exchange = mortal(publish._exchange)
+            tensor = state_at(step)
+            path = snapshots / ("last.ckpt" if step in (1, 2) else f"step={step}.ckpt")
+            engine.begin({"t": tensor, "global_step": step}, path, [tensor]).wait()
+        engine.retire(snapshots, 1)
+        engine.wait()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("kind", "drives"), [("incremental", 2), ("differential", 0)])
+def test_a_chain_killed_anywhere_leaves_whole_checkpoints_and_goes_on(
+    tmp_path: Path, run_ranks: Any, kind: Any, drives: int
+) -> None:
+    seen = []
+    for changes in range(0, 400, 7):
+        folder = tmp_path / str(changes)
+        process = ranks._CONTEXT.Process(target=die, args=(str(folder), drives, kind, changes))
+        process.start()
+        process.join()
+        exit_code = process.exitcode
+        process.close()
+        snapshots = folder / "s"
+        where = [folder / f"drive{n}" for n in range(drives)]
+        found = publish.scan(snapshots)
+        for info in found:
+            verify.verify(info.path)
+            assert torch.equal(restore.load(info.path)["t"], state_at(info.global_step))
+        seen.append(found[0].global_step)
+        run = run_of(snapshots)
+        publish.sweep(snapshots, where, run)
+        assert publish.scan(snapshots) == found
+        ids = {info.snapshot_id for info in found}
+        for drive in where:
+            assert {one.name for one in (drive / "lightning_hetckpt" / run).iterdir()} == ids
+        if exit_code == 0:
+            break
+        assert exit_code == 9
+        if changes % 3 == 0:
+            with Snapshotter(where or None, save=kind) as engine:
+                for step in (3, 4):
+                    tensor = state_at(step)
+                    engine.begin({"t": tensor}, snapshots / f"step={step}0.ckpt", [tensor]).wait()
+            for step in (3, 4):
+                verify.verify(snapshots / f"step={step}0.ckpt")
+        shutil.rmtree(folder)
+    assert exit_code == 0
+    assert seen == sorted(seen)
+    assert {1, 2, 3} == set(seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,90 @@ def test_ranks_read_one_together(tmp_path: Path, run_ranks: Any, kind: Any) -> N
     read_bytes = run_ranks(_load_together, 2, str(path), str(tmp_path / "truth"))
     assert all(read_bytes)
     assert sum(read_bytes) <= sum(file.nbytes for file in verify.read_manifest(path).files.values())
+
+
+@pytest.mark.parametrize("what", ["saved over", "consolidated", "removed"])
+@pytest.mark.parametrize("drives", [0, 2])
+def test_what_no_longer_is_as_it_was_saved_is_never_shared(tmp_path: Path, what: str, drives: int) -> None:
+    folders = [tmp_path / f"drive{n}" for n in range(drives)] or None
+    tensors = {"w": torch.randn(500, 500)}
+    with Snapshotter(drives=folders, save="incremental") as engine:
+        for step in range(2):
+            tensors["w"][step] += 1
+            engine.begin(tree_of(tensors, step), tmp_path / f"{step}.ckpt", [tensors["w"]]).wait()
+        if what == "saved over":
+            engine.begin(tree_of({"w": torch.zeros(500, 500)}, 0), tmp_path / "1.ckpt", alone=True).wait()
+        elif what == "consolidated":
+            assert consolidate(tmp_path / "1.ckpt")
+        else:
+            engine.remove(tmp_path / "1.ckpt")
+        engine.wait()
+        tensors["w"][3] += 1
+        with pytest.raises(CheckpointError, match=r"2\.ckpt: nothing was saved"):
+            engine.begin(tree_of(tensors, 2), tmp_path / "2.ckpt", [tensors["w"]]).wait()
+        assert not (tmp_path / "2.ckpt").exists()
+        engine.begin(tree_of(tensors, 3), tmp_path / "3.ckpt", [tensors["w"]]).wait()
+    for path in tmp_path.glob("*.ckpt"):
+        verify.verify(path)
+    assert verify.read_manifest(tmp_path / "3.ckpt").kind == "full"
+    assert torch.equal(restore.load(tmp_path / "3.ckpt")["state_dict"]["w"], tensors["w"])
+
+
+def test_other_sparse_tensors_begin_a_new_chain(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(5000, 64), "v": torch.randn(5000, 64)}
+    kinds = []
+    with Snapshotter(save="incremental") as engine:
+        for step, sparse in enumerate([[], ["w"], ["w"], ["v"]]):
+            tree = tree_of(tensors, step)
+            truth = copied(tree)
+            rows = [tensors[name] for name in sparse]
+            engine.begin(tree, tmp_path / f"{step}.ckpt", list(tensors.values()), sparse=rows).wait()
+            engine.begin({"x": torch.ones(3)}, tmp_path / "x.ckpt", alone=True).wait()  # plans of its own
+            assert_same(restore.load(tmp_path / f"{step}.ckpt"), truth)
+            kinds.append(verify.read_manifest(tmp_path / f"{step}.ckpt").kind)
+            tensors["v"][step] += 1
+    assert kinds == ["full", "full", "incremental", "full"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_tensor_once_seen_changed_stays_so_in_all_that_follow(tmp_path: Path, kind: Any) -> None:
+    frozen, trained = torch.randn(4000, 1000), torch.randn(3000, 1000)
+    tree = {"state_dict": {"frozen": frozen, "trained": trained}}
+    with Snapshotter(save=kind, verify_unchanged=3) as engine:
+        for step in range(6):
+            if step == 1:
+                frozen.data[5] += 1  # escapes every count
+            path = tmp_path / f"{step}.ckpt"
+            engine.begin({**tree, "global_step": step}, path, [frozen, trained], frozen=[frozen]).wait()
+            trained += 1
+            is_as_now = torch.equal(restore.load(path)["state_dict"]["frozen"], frozen)
+            assert is_as_now == (step not in (1, 2))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV])
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_without_hard_links_every_checkpoint_is_whole_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, from_the_start: bool
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    tensors = odd_tensors()
+    if from_the_start:
+        monkeypatch.setattr(os, "link", refuse)
+    with Snapshotter([tmp_path / "drive"], save="incremental") as engine:
+        for step in range(4):
+            tree = tree_of(tensors, step)
+            truth = copied(tree)
+            engine.begin(tree, tmp_path / f"{step}.ckpt", list(tensors.values())).wait()
+            edit(tensors, torch.Generator().manual_seed(step))
+            verify.verify(tmp_path / f"{step}.ckpt")
+            assert_same(restore.load(tmp_path / f"{step}.ckpt"), truth)
+            if step == 1:
+                monkeypatch.setattr(os, "link", refuse)
+    kind = "full" if from_the_start else "incremental"
+    assert verify.read_manifest(tmp_path / "3.ckpt").kind == kind
+    assert not [path for path in (tmp_path / "drive").iterdir() if path.name != "lightning_hetckpt"]
 
 
 def _save_chain(rank: int, folder: str, drives: int) -> None:
